@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -59,6 +60,8 @@ from sllm_runtime.protocol.errors import CallMoved, Cancelled
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.lives import BEAT_S
 from sllm_runtime.protocol.node import NodeStatus
+
+log = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -140,7 +143,7 @@ class Gateway:
         )
         self._statuses: Subscription | None = None
         self._watch: Watch | None = None
-        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, clock)]
+        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, journal, clock)]
         self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics, random)
 
     def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
@@ -159,20 +162,21 @@ class Gateway:
         ]
 
     def _api_routes(
-        self, bus: Bus, controller: Controller, writer: EventWriter, clock: Callable[[], float]
+        self, bus: Bus, controller: Controller, writer: EventWriter, journal: Journal, clock: Callable[[], float]
     ) -> list[BaseRoute]:
         settings = self.settings
         return [
             *Api(controller, self.table, settings, clock).routes(),
             *Deploying(bus, controller, writer, settings, self.table).routes(),
             *Logs(bus, controller, writer).routes(),
-            *Explaining(bus, controller, self._recent).routes(),
+            *Explaining(bus, controller, self._recent, journal).routes(),
             *Secrets(controller).routes(),
         ]
 
     def _ended(self, call: Call) -> None:
-        """What broke is an event. What a caller did wrong, and what there is no room for, is counted: there may be a
-        thousand of it a second, and it would push out the other events of this gateway."""
+        """What broke is an event, and logged also where there were too many of these. What a caller did wrong, and what
+        there is no room for, is counted: there may be a thousand of it a second, and it would push out the other events
+        of this gateway."""
         self._ledger.end(call.id)
         self._recent.ended(call)
         error = call.error
@@ -180,6 +184,7 @@ class Gateway:
             self._news.tell(Kind.CALL_CANCELLED, call, error.message)
         if error is None or error.status < 500 or isinstance(error, CallMoved):
             return
+        log.warning("%s: %s: %s", Kind.CALL_FAILED, error.code, error.message, extra={"call": call.id})
         self._announcer.tell(
             Kind.CALL_FAILED,
             error.message,

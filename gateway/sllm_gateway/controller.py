@@ -13,7 +13,7 @@ from sllm_gateway.leader import Leader
 from sllm_runtime.platform.requests import Unserved
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import DeadlineExceeded, NoController
-from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S, RPC_TIMEOUT_S
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S, RPC_TIMEOUT_S, TOLD_AFTER_S
 from sllm_runtime.protocol.node import Progress
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -22,8 +22,6 @@ L = TypeVar("L", ctl.FunctionList, ctl.FunctionInfo, ctl.ModelList, ctl.NodeList
 ANSWER_S = CONTROLLER_WAIT_S + RPC_TIMEOUT_S
 """For one question: a controller that leads is waited for, or what keeps it from answering, and then it answers."""
 AGAIN_S = 0.25
-TOLD_AFTER_S = 1.0
-"""Who waits for so long is told for what."""
 AWAITED = Progress(stage="controller", message="waits for a controller that leads")
 
 

@@ -39,6 +39,8 @@ class _Line:
         """Why nothing can be started, in the controller's words; callers are told of changes (``Dispatcher._say``)."""
         self.awaits: Progress | None = None
         """The node that is to come for it, while one is."""
+        self.away = ""
+        """Why the controller does not answer; it may start instances all the same once it does."""
         self.asked = 0
         """Waiting calls that the controller was last told of."""
         self.polling = False
@@ -49,12 +51,13 @@ class _Line:
         """Why its calls wait, as far as that is known."""
         most = self.version.manifest.max_instances
         taken = f"all {most} instance(s) that it may have (`max_instances`) are taken"
-        return self.pending or (taken if self.slots.living >= most else "")
+        return self.away or self.pending or (taken if self.slots.living >= most else "")
 
     @property
     def waits(self) -> Progress | None:
         """The same for who is told as it goes."""
-        return self.awaits or (Progress(stage=CAPACITY, message=self.why) if self.why else None)
+        node = self.awaits if not self.away else None
+        return node or (Progress(stage=CAPACITY, message=self.why) if self.why else None)
 
     @property
     def coming(self) -> int:
@@ -287,7 +290,8 @@ class Dispatcher:
                     await asyncio.sleep(pause)
         finally:
             line.polling = False
-            line.pending, line.awaits = "", None  # nobody asks any more, so nobody would hear that it has changed
+            # Nobody asks any more, so nobody would hear that it has changed.
+            line.pending, line.awaits, line.away = "", None, ""
 
     async def _ask_more(self, line: _Line) -> None:
         await self._ask(line)
@@ -304,14 +308,14 @@ class Dispatcher:
             waiting=line.asked,
             known=tuple(sorted(known - set(gone))),
             gone=gone,
-            awaits=line.awaits is not None,
-            pending=bool(line.pending),
+            awaits=line.awaits is not None and not line.away,
+            pending=bool(line.pending) and not line.away,
             call=line.slots.waiting[0].id if line.slots.waiting else "",
         )
         try:
             acquired = await self._leader.ask("acquire", request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)
         except (Unavailable, DeadlineExceeded) as error:
-            self._say(line, f"the controller does not answer ({error.message})", None)
+            self._say(line, line.pending, line.awaits, f"waits for the controller ({error.message})")
             log.warning("acquire %s v%d: %s", line.version.function, line.version.number, error.message)
             return False
         except SllmError as error:
@@ -329,10 +333,10 @@ class Dispatcher:
             self._fail_all(line, acquired.error.to_error())
         return bool(set(line.slots.entries) - known)
 
-    def _say(self, line: _Line, pending: str, awaits: Progress | None) -> None:
+    def _say(self, line: _Line, pending: str, awaits: Progress | None, away: str = "") -> None:
         """Let those who wait know why, if that is news."""
-        if (pending, awaits) != (line.pending, line.awaits):
-            line.pending, line.awaits = pending, awaits
+        if (pending, awaits, away) != (line.pending, line.awaits, line.away):
+            line.pending, line.awaits, line.away = pending, awaits, away
             self._explain(line)
 
     def _explain(self, line: _Line) -> None:
@@ -351,7 +355,7 @@ class Dispatcher:
         now, known = self._clock(), line.why
         line.slots.on_route(route.entries, now)
         if route.entries:
-            line.pending = ""
+            line.pending = line.away = ""
         self._pump(line, now)
         if line.why != known:
             self._explain(line)

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, Final, cast
 
@@ -203,8 +203,18 @@ class Journal:
 
     async def end_of(self, stream: str, call: str) -> Journaled:
         """Of a call alone how it has ended, if it has, and whether its answer is kept."""
+        return await self._named(stream, call, ("ended", "kept"))
+
+    async def outline(self, call: str) -> Journaled:
+        """What was asked, what instance had it last and how it has ended, if it has. Raises as ``find``."""
+        stream, order = await self.find(call)
+        found = await self._named(stream, call, ("began", "ended"))
+        found.take(order)
+        return found
+
+    async def _named(self, stream: str, call: str, names: Iterable[str]) -> Journaled:
         found = Journaled()
-        for name in ("ended", "kept"):
+        for name in names:
             there = await self._stored.last(stream, call_entry(stream, call, name))
             if there is not None:
                 found.take(entry_of(there[1]))

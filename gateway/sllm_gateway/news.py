@@ -21,7 +21,7 @@ _SAID: Final = frozenset({Kind.CALL_RESUMED, Kind.CALL_RETRIED, Kind.CALL_MOVED}
 
 class News:
     """Told at a rate of its own, above which it is dropped and counted: a storm of it pushes out neither failed calls
-    nor what the gateway says of itself."""
+    nor what the gateway says of itself. The log has all of it."""
 
     def __init__(self, bus: Bus, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._announcer = Announcer(bus, "gateway", clock, wall)
@@ -29,7 +29,9 @@ class News:
     def tell(self, kind: Kind, call: Call, why: str) -> None:
         """Never waits."""
         binding = call.binding
-        told = self._announcer.tell(
+        if kind not in _SAID:
+            log.info("%s: %s", kind, why, extra={"call": call.id})
+        self._announcer.tell(
             kind,
             why,
             function=call.version.function,
@@ -38,5 +40,3 @@ class News:
             node=binding.node if binding is not None else None,
             call=call.id,
         )
-        if told and kind not in _SAID:
-            log.info("%s: %s", kind, why, extra={"call": call.id})

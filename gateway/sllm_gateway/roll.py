@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from sllm_runtime.protocol.calls import PREFIX
 from sllm_runtime.protocol.lives import OVERDUE_BEATS, SILENT_BEATS, TAG, Life
 
 MOST: Final = 256
@@ -86,7 +87,7 @@ class Roll:
 
     def of_call(self, call: str) -> Life | None:
         """The life that made a call, by its id."""
-        tag = call.removeprefix("call-")[:TAG]
+        tag = call.removeprefix(PREFIX)[:TAG]
         return next((life for name, life in self._lives.items() if name[:TAG] == tag), None)
 
     def beats(self, life: str) -> int:

@@ -218,6 +218,7 @@ def _reported(status: NodeStatus) -> dict[str, object]:
         "condition": status.condition,
         "models": len(status.models),
         "resident": len(status.resident),
+        "untold": status.untold,
         "dram_used": status.dram_used,
         "dram_limit": status.dram_limit,
         "instances": sum(1 for _ in _here(status)),

@@ -19,7 +19,7 @@ from sllm_gateway.respond import Responder
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import Version
 from sllm_runtime.platform import trace
-from sllm_runtime.protocol.calls import CallOrder
+from sllm_runtime.protocol.calls import PREFIX, CallOrder
 from sllm_runtime.protocol.http import EVENT_STREAM
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import TAG
@@ -60,7 +60,7 @@ class Caller:
     async def new_id(self, scope: Scope) -> str:
         """An id for the call that this request will be; errors name it from now on. Raises ``Unavailable``."""
         await self._lives.recorded()
-        call = f"call-{self._lives.me.life[:TAG]}{self._random(9).hex()}"
+        call = f"{PREFIX}{self._lives.me.life[:TAG]}{self._random(9).hex()}"
         scope["sllm.call"] = call
         return call
 

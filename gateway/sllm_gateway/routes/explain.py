@@ -15,12 +15,13 @@ from starlette.routing import BaseRoute, Route
 from sllm_gateway.controller import Controller
 from sllm_gateway.decisions import events_of, recorded
 from sllm_gateway.errors import quoted
+from sllm_gateway.journal import Journal
 from sllm_gateway.recent import Recent
 from sllm_gateway.routes.api import shown
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.protocol import ctl
-from sllm_runtime.protocol.calls import CallTold
-from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, NotFound, Unavailable
+from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.calls import PREFIX, CallTold
+from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, JournalExpired, NotFound, Unavailable
 from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.http import API, ExplainView
 from sllm_runtime.protocol.manifest import NAME
@@ -31,36 +32,59 @@ _ENDS: Final[dict[str, CallState]] = {Kind.CALL_FAILED: CallState.FAILED, Kind.C
 
 
 class Explaining:
-    """One question to the controller, and what a gateway knows of the call."""
+    """One question to the controller, and what a gateway or its journal knows of the call."""
 
-    def __init__(self, bus: Bus, controller: Controller, recent: Recent) -> None:
+    def __init__(self, bus: Bus, controller: Controller, recent: Recent, journal: Journal) -> None:
         self._bus = bus
         self._controller = controller
         self._recent = recent
+        self._journal = journal
 
     def routes(self) -> list[BaseRoute]:
         return [Route(f"{API}/explain/{{what}}", self.explain, methods=["GET"])]
 
     async def explain(self, request: Request) -> Response:
         what: str = request.path_params["what"]
-        known = self._recent.here(what)
+        if (known := self._recent.here(what)) is not None:
+            return shown(await self._of_call(known))
+        nothing: NotFound = CallNotFound(
+            f"{quoted(what)} is no function's name, and no call that any gateway has, or had of late, or that is kept"
+        )
+        if NAME.match(what):
+            try:
+                return shown(_view(await self._of_function(what)))
+            except FunctionNotFound as error:
+                nothing = nothing if what.startswith(PREFIX) else error
+        try:
+            known = await self._recent.anywhere(what) or await self._kept(what)
+        except JournalExpired as error:
+            nothing = error
         if known is not None:
             return shown(await self._of_call(known))
+        if told := await events_of(self._bus, what):
+            return shown(await self._of_events(told))
+        raise nothing
+
+    async def _kept(self, call: str) -> CallTold | None:
+        """What its journal says of it, whose gateway may be no more. Raises ``JournalExpired``, ``Unavailable``."""
+        if not (call.startswith(PREFIX) and subjects.is_token(call)):
+            return None
         try:
-            if NAME.match(what):
-                return shown(_view(await self._of_function(what)))
-        except FunctionNotFound:
-            if (known := await self._recent.anywhere(what)) is None:
-                if told := await events_of(self._bus, what):
-                    return shown(await self._of_events(told))
-                raise
-        else:
-            known = await self._recent.anywhere(what)
-        if known is None:
-            raise CallNotFound(
-                f"{quoted(what)} is no function's name, and no call that any gateway has, or had of late"
-            )
-        return shown(await self._of_call(known))
+            found = await self._journal.outline(call)
+        except CallNotFound:
+            return None
+        order, began, ended = found.order, found.began, found.ended
+        assert order is not None
+        return CallTold(
+            call=call,
+            function=order.function,
+            version=order.version,
+            state=found.state,
+            instance=began.instance if began is not None else "",
+            error=ended.error.message if ended is not None and ended.error is not None else "",
+            created=order.created,
+            gateway=order.gateway,
+        )
 
     async def _of_events(self, told: Sequence[Event]) -> ExplainView:
         """A call whose gateway is no more, or has forgotten it: as far as it was told of."""

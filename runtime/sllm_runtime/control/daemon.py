@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from sllm_runtime.control import restore
+from pydantic import Field
+
+from sllm_runtime.control import migration, restore
 from sllm_runtime.control.deletion import Deletions
 from sllm_runtime.control.deploy import Deployments
 from sllm_runtime.control.lease import Leadership
@@ -58,9 +60,9 @@ class ControllerSettings(ProviderSettings):
     """File with the key of secrets, the same for all controllers: then they are sealed records of the state."""
     policy: Literal["random", "availability", "locality", "preemption", "startup-time"] = DEFAULT
 
-    settled: float = SETTLED_S
-    """Seconds for which the calls of an instance stay where they are after they were moved for another start, and for
-    which one that became ready is not stopped for one."""
+    settled: float = Field(default=SETTLED_S, ge=0, le=migration.KEEP_S)
+    """Seconds for which no start has the calls of an instance moved after they were, or one stopped that became ready:
+    at most as long as moves are remembered."""
 
     def chosen_policy(self) -> Policy:
         """The policy of that name."""

@@ -68,7 +68,8 @@ class Decisions:
             while len(self._going) >= MOST_GOING:
                 del self._going[next(iter(self._going))]
             self._going[name] = told
-        told = explain.as_of(told, now, at)
+        came = self._history.outcomes(now.instance.key, name) if over(now.instance) else ()
+        told = explain.as_of(told, now, at, came)
         try:
             self._bus.publish_now(subjects.decision(told.function), told)
         except SllmError as error:

@@ -12,7 +12,7 @@ from sllm_runtime.control.view import Instance, Migration, Node, View
 from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.states import InstanceState, MigrationState
 
 _OF_START: Final = (InstanceState.PENDING, InstanceState.STARTING, InstanceState.READY, InstanceState.FAILED)
 """What the call that an instance was started for waits for: what comes later is no longer of it."""
@@ -33,9 +33,10 @@ def events(old: View, new: View, wall: float) -> list[Event]:
 
 
 def _restored(old: View, begun: Migration | None, move: Migration) -> bool:
-    """Whether a controller before this one began it, and has told of it."""
+    """Whether a controller before this one began it, and has told of it; what has come of it since is news."""
     source = old.instances.get(move.source)
-    return begun is None and source is not None and bool(source.record.moves_to)
+    told = begun is None and source is not None and bool(source.record.moves_to)
+    return told and move.state is MigrationState.MOVING
 
 
 def _of_instances(old: View, new: View, wall: float) -> Iterator[Event]:

@@ -14,12 +14,12 @@ from sllm_runtime.control import backoff
 from sllm_runtime.control.fits import free, short
 from sllm_runtime.control.history import Past
 from sllm_runtime.control.outcomes import Outcome
-from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
+from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait, decided
 from sllm_runtime.control.room import MOVED
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.servers import server
 from sllm_runtime.control.scheduling.startup import StartupTime
-from sllm_runtime.control.view import Instance, Key, Node, View
+from sllm_runtime.control.view import Instance, Key, Migration, Node, View
 from sllm_runtime.protocol.ctl import Candidate, Explained, MoveTold, OutcomeTold, StartTold, Way
 from sllm_runtime.protocol.node import NodeStatus
 
@@ -49,7 +49,7 @@ def explained(view: View, key: Key, policy: Policy, now: float, outcomes: Sequen
     starts of its instances took beside what was expected, and what came of its last predictions (``outcomes``)."""
     version, view = view.versions[key], _unclaimed(view)
     request = Request(key, version.manifest, version.model)
-    decision = _kept_back(view, key, now) or policy.place(request, view, now, random.Random(0))
+    decision = _kept_back(view, key, now) or decided(policy, request, view, now, random.Random(0))
     return Explained(
         function=key[0],
         version=key[1],
@@ -77,13 +77,14 @@ def started(past: Past, policy: Policy, outcomes: Sequence[Outcome] = (), *, sho
         request = Request(instance.key, version.manifest, version.model)
         asked = _nearest(view, request, instance.record.node) if short else view.nodes
         candidates = _candidates(view, request, policy, past.now, asked, 0 if short else MOST_WAYS)
-        moves = (each for each in _moved(view, instance.key) if each.node in ("", instance.record.node))
+        told = (_move(view, move) for move in past.moves)
+        moves = (each for each in told if each.node in ("", instance.record.node))
     place = Place(instance.record.node, instance.gpus, instance.predicted)
     return Explained(
         function=instance.key[0],
         version=instance.key[1],
         policy=type(policy).__name__,
-        decision=_words(place) + _before(instance),
+        decision=_words(place) + _before(past),
         node=place.node,
         candidates=candidates[:MOST],
         starts=(_told(instance),),
@@ -127,9 +128,10 @@ def _nearest(view: View, request: Request, chosen: str) -> Iterable[str]:
     return found
 
 
-def as_of(told: Explained, past: Past, at: float) -> Explained:
-    """The same with what the start has come to at ``at``, in Unix seconds."""
-    return msgspec.structs.replace(told, starts=(msgspec.structs.replace(_told(past.instance), at=at),))
+def as_of(told: Explained, past: Past, at: float, outcomes: Sequence[Outcome]) -> Explained:
+    """The same with what the start has come to at ``at``, in Unix seconds, and what came of its predictions."""
+    starts = (msgspec.structs.replace(_told(past.instance), at=at),)
+    return msgspec.structs.replace(told, starts=starts, outcomes=_came(outcomes))
 
 
 def _candidates(
@@ -167,16 +169,18 @@ def _planned(view: View, key: Key, decision: Decision) -> Iterator[MoveTold]:
 
 def _moved(view: View, key: Key) -> Iterator[MoveTold]:
     """Moves for ``key`` that go on, or were of late."""
-    for move in view.migrations.values():
-        if move.by == key:
-            yield MoveTold(
-                instance=move.source,
-                node=_where(view, move.source),
-                to=move.node,
-                state=move.state.value,
-                seconds=move.expected,
-                took=move.ended - move.began if move.ended is not None else None,
-            )
+    return (_move(view, move) for move in view.migrations.values() if move.by == key)
+
+
+def _move(view: View, move: Migration) -> MoveTold:
+    return MoveTold(
+        instance=move.source,
+        node=_where(view, move.source),
+        to=move.node,
+        state=move.state.value,
+        seconds=move.expected,
+        took=move.ended - move.began if move.ended is not None else None,
+    )
 
 
 def _where(view: View, instance: str) -> str:
@@ -188,8 +192,13 @@ def _words(place: Place) -> str:
     return f"a start on {place.node}" + (f", expected to take {place.estimate.words()}" if place.estimate else "")
 
 
-def _before(instance: Instance) -> str:
-    return f", {_BEFORE[instance.outlook.what]}" if instance.outlook is not None else ""
+def _before(past: Past) -> str:
+    """What was decided of it before it could be placed, and why."""
+    outlook, waited_s = past.instance.outlook, past.instance.placed - past.now
+    if outlook is None:
+        return f", {_BEFORE['wait']} for {waited_s:.2f} s" if waited_s > 0 else ""
+    named = f" ({', '.join(outlook.instances)})" if outlook.instances else ""
+    return f", {_BEFORE[outlook.what]}" + (f": {outlook.why}{named}" if outlook.why else "")
 
 
 def _candidate(view: View, request: Request, node: Node, now: float) -> Candidate:

@@ -9,7 +9,8 @@ from typing import Final
 
 from sllm_runtime.control.changes import differing
 from sllm_runtime.control.outcomes import Outcome, outcomes
-from sllm_runtime.control.view import Instance, Key, View
+from sllm_runtime.control.scheduling.prediction import Outlook
+from sllm_runtime.control.view import Instance, Key, Migration, View
 
 MOST: Final = 256
 """Starts that are remembered."""
@@ -22,12 +23,24 @@ then, of a thousand the last four."""
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A start. ``view``: what it was decided by, ``now`` its time; None: that is no longer remembered."""
+    """A start. ``view``: what it was decided by, ``now`` its time; None: that is no longer remembered. Of one that was
+    not made at once both are of when it was decided what to do for it, or first that there is no room."""
 
     instance: Instance
     """As it was last."""
     now: float
     view: View | None = None
+    moves: tuple[Migration, ...] = ()
+    """What had been moved for it when it was placed, or was being moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOff:
+    """What a version that waits for a place was put off by."""
+
+    outlook: Outlook | None
+    now: float
+    view: View
 
 
 class History:
@@ -35,6 +48,7 @@ class History:
 
     def __init__(self) -> None:
         self._starts: dict[str, Past] = {}
+        self._put_off: dict[Key, _PutOff] = {}
         self._outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
 
     def follow(self, old: View, new: View, now: float) -> list[str]:
@@ -53,9 +67,30 @@ class History:
                 if not over(known.instance) and over(after):
                     found.append(name)
             elif before is None and not after.adopted:
-                self._remember(Past(after, now, old))
+                self._remember(self._begun(after, old, now))
                 found.append(name)
+        self._wait(old, new, now)
         return found
+
+    def _begun(self, instance: Instance, old: View, now: float) -> Past:
+        """``instance`` has been placed by what ``old`` says."""
+        moves = tuple(each for each in old.migrations.values() if each.by == instance.key)
+        known = self._put_off.get(instance.key)
+        if known is None or known.outlook is not instance.outlook:  # another one of its version waits
+            return Past(instance, now, old, moves)
+        return Past(instance, known.now, known.view, moves)
+
+    def _wait(self, old: View, new: View, now: float) -> None:
+        """Whoever has been put off, or decided on since."""
+        for key, before, after in differing(old.put_off, new.put_off):
+            if after is None:
+                self._put_off.pop(key, None)
+            elif before is None or after.outlook is not before.outlook:
+                self._put_off.pop(key, None)
+                self._put_off[key] = _PutOff(after.outlook, now, old)
+        most = _views(new)
+        while len(self._put_off) > most:
+            del self._put_off[next(iter(self._put_off))]
 
     def of(self, instance: str) -> Past | None:
         """The start of that instance, if it is remembered."""
@@ -72,10 +107,14 @@ class History:
             del self._starts[next(iter(self._starts))]
         self._starts[past.instance.record.instance] = past
         assert past.view is not None
-        views = max(1, MOST_REPORTS // max(1, len(past.view.nodes)))
-        for name in list(self._starts)[:-views]:
+        for name in list(self._starts)[: -_views(past.view)]:
             if (old := self._starts[name]).view is not None:
                 self._starts[name] = replace(old, view=None)
+
+
+def _views(view: View) -> int:
+    """So many like it may be remembered."""
+    return min(MOST, max(1, MOST_REPORTS // max(1, len(view.nodes))))
 
 
 def over(instance: Instance) -> bool:

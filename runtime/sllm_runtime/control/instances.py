@@ -19,7 +19,7 @@ from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
 from sllm_runtime.protocol.timeline import CONVERT, WEIGHTS, Span, sane, shift
 
 BARRED_S: Final = 60.0
-"""So long after its version's back-off a node is left alone on which a start failed, where another one could run it."""
+"""So long after its version's back-off a node is left alone on which a start failed, where another one has room."""
 _BAD_ENDS = (InstanceState.FAILED, InstanceState.LOST)
 
 
@@ -171,12 +171,13 @@ def settle(view: View, old: Instance, new: Instance, now: float) -> View:
 
 def _elsewhere(view: View, failed: Instance, failure: Failure) -> View:
     """The next start is made on another node, where there is one that could run it and is not left alone already: what
-    is wrong may be this node's accelerator, or its copy of the model."""
+    is wrong may be this node's accelerator, or its copy of the model. Or nothing: where no other has room it is asked
+    again (``placement.decided``)."""
     key, node = failed.key, failed.record.node
     may, need = may_start(view, key, failure.at), need_in(view, key, failed.manifest)
     for name, other in view.nodes.items():
         if name != node and may(other) and other.status is not None and not short(need, total(other.status)):
-            refusal = Refusal(failure.until + BARRED_S, f"a start failed there: {failure.error.message}")
+            refusal = Refusal(failure.until + BARRED_S, f"a start failed there: {failure.error.message}", yields=True)
             return replace(view, refused={**view.refused, (key, node): refusal})
     return view
 

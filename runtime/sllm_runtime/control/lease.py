@@ -18,7 +18,7 @@ import msgspec
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks, end
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.errors import NoController, SllmError, Unavailable
 from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S
 from sllm_runtime.protocol.records import Lease, Term
 from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY
@@ -63,7 +63,7 @@ class Leadership:
         return self._clock() - self._proved < SURE_S
 
     async def assured(self, within_s: float = CONTROLLER_WAIT_S) -> None:
-        """Wait until it may act. Raises ``Unavailable`` after ``within_s`` seconds."""
+        """Wait until it may act. Raises ``NoController`` after ``within_s`` seconds."""
         if self.sure:
             return
         try:
@@ -73,7 +73,7 @@ class Leadership:
                     await self._proof.wait()
         except TimeoutError as error:
             why = "the store of the state does not answer, so that it cannot know whether it still leads"
-            raise Unavailable(f"the controller waits: {why}; try again") from error
+            raise NoController(f"the controller waits: {why}; try again") from error
 
     async def run(self) -> None:
         """Renew every RENEW_S, and tell everybody who leads."""

@@ -84,10 +84,10 @@ class Ledger:
         if refused is not None:
             raise refused
 
-    async def settled(self, timeout_s: float) -> None:
-        """Wait until everything taken is stored, or refused for good, which its own writer hears. Raises
-        ``Unavailable`` as ``stored``."""
-        await self._over(set(self._waiting), timeout_s)
+    async def settled(self, timeout_s: float, *keys: str) -> None:
+        """Wait until everything taken, or what was of ``keys``, is stored, or refused for good, which its own writer
+        hears. Raises ``Unavailable`` as ``stored``."""
+        await self._over(self._waiting.keys() & keys if keys else set(self._waiting), timeout_s)
 
     async def _over(self, keys: set[str], timeout_s: float) -> SllmError | None:
         if not keys:

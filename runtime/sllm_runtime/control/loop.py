@@ -20,7 +20,7 @@ from sllm_runtime.control.history import History
 from sllm_runtime.control.ledger import Ledger
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
-from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
+from sllm_runtime.control.plan import REPEAT_S, Action, Context, SendStart, SendStop, plan
 from sllm_runtime.control.reports import departed, observe, pressing, still
 from sllm_runtime.control.view import Key, Refusal, View
 from sllm_runtime.platform import trace
@@ -41,7 +41,8 @@ STORE_S: Final = limits.CONTROLLER_WAIT_S
 TICK_S: Final = 0.25
 """Longest time between two plans: silence, back-off and keep-alive end without any message."""
 LONG_S: Final = 0.02
-"""After a plan that took longer it rests for as long as that took: half of the time is for those that ask."""
+"""After a plan that took longer, or that another one follows at once, it rests for as long as that took: half of the
+time is for those that ask."""
 STUCK_S: Final = 10.0
 """Between two reports of a bug that keeps plans from being made."""
 REFUSED_S: Final = 1.0
@@ -246,13 +247,12 @@ class Loop:
             if now - due > limits.STALL_S:
                 self.listening_again()
             self._wake.clear()
-            if self._may_act():
-                self._step()
+            more = self._may_act() and self._step()
             self._notify(frozenset({changes.NODES}))
             took = time.thread_time() - used  # its own work, however long, is no standstill
-            rest = took if took > LONG_S else 0.0
+            rest = took if more or took > LONG_S else 0.0
             due = now + took + rest
-            if rest:
+            if more or rest:
                 await asyncio.sleep(rest)
             try:
                 async with asyncio.timeout(TICK_S):
@@ -260,13 +260,14 @@ class Loop:
             except TimeoutError:
                 continue
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """One plan. Whether the next one is to follow at once."""
         context = Context(now=time.monotonic(), wall=time.time(), policy=self._policy, rng=self._rng)
         try:
             made = plan(self.view, context)
         except Exception:  # a bug that this view meets, and would of the next leader: what runs is served meanwhile
             self._stuck(context.now)
-            return
+            return False
         if made.view is not self.view:
             self._commit(self.view, made.view)
         if made.more:
@@ -279,6 +280,7 @@ class Loop:
         for action in made.actions:
             with trace.within(self._trace_of(action)):
                 self._commands.start(self._send(action), f"{type(action).__name__} {action.instance}")
+        return made.more
 
     def _stuck(self, now: float) -> None:
         """No plan can be made: nothing is placed, moved or ended until something changes."""
@@ -295,6 +297,7 @@ class Loop:
     async def _send(self, action: Action) -> None:
         try:
             if isinstance(action, SendStop):
+                await self._recorded(action.instance)
                 await self._nodes.stop(
                     action.node, action.instance, action.reason, action.grace_s, resume=action.resume
                 )
@@ -308,6 +311,13 @@ class Loop:
             self.change(partial(refused, action=action, error=error, now=time.monotonic()))
         else:
             self.change(partial(accepted, action=action))
+
+    async def _recorded(self, name: str) -> None:
+        """Of an instance whose calls go on elsewhere it is stored where, before it is told to end: the controller after
+        this one would not know. The plan repeats what was not sent. Raises ``Unavailable``."""
+        instance = self.view.instances.get(name)
+        if instance is not None and instance.record.moves_to:
+            await self._ledger.settled(REPEAT_S, subjects.instance_key(name))
 
     async def _start(self, action: SendStart) -> None:
         instance = self.view.instances.get(action.instance)

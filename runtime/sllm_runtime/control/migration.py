@@ -15,8 +15,11 @@ from typing import Final, TypeAlias
 import msgspec
 
 from sllm_runtime.control import autoscale, backoff, fits, instances, room
-from sllm_runtime.control.placement import Decision, Place, Request, Wait, may_start, room_made
+from sllm_runtime.control.placement import Decision, Place, Request, Wait, room_made
 from sllm_runtime.control.scheduling.ending import ending
+from sllm_runtime.control.scheduling.estimate import estimate
+from sllm_runtime.control.scheduling.moving import carried_s
+from sllm_runtime.control.scheduling.servers import server
 from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import Claim, Instance, Key, Migration, Refusal, View, with_item, without
 from sllm_runtime.protocol.ctl import Migrated
@@ -59,7 +62,7 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
     if instance is None or instance.ended:
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
     _reachable(view, instance, _carried(view, instance), to, now)
-    if expected is None and to in apart(view, instance):
+    if by is None and to in apart(view, instance):
         raise InvalidRequest(f"calls of instance {name} cannot go on at node {to}: {OTHER_BITS}", field="to")
     begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected, by=by)
     return _put(view, replace(begun, unfit=known.unfit) if known is not None else begun)
@@ -199,7 +202,7 @@ def _place(
     idle = _idle(view, source, migration.node, now)
     if idle is not None:
         found = replace(migration, destination=idle.record.instance, node=idle.record.node)
-        return _commit(view, found, source, idle, now)
+        return _commit(view, _predicted(view, found, source, 0.0, now), source, idle, now)
     if not turns.places(migration.source):
         return view
     _, view = turns.passed(view)
@@ -207,12 +210,21 @@ def _place(
     decision = _choice(view, migration, source, now, choose)
     if isinstance(decision, Place):
         view, name = make(view, source.key, decision)
-        return _put(view, replace(migration, destination=name, node=decision.node))
+        found = replace(migration, destination=name, node=decision.node)
+        return _put(view, _predicted(view, found, source, decision.seconds, now))
     # One that a policy has decided on is decided on anew: what it went by is no longer so.
     patience_s = PLACE_S + (RELEASED_S if _is_made(decision) else 0.0)
-    if now - migration.began >= patience_s or migration.expected is not None:
+    if now - migration.began >= patience_s or migration.by is not None:
         return _end(view, migration, MigrationState.ABANDONED, f"no room for it: {decision.reason}", now)
     return room.begun(view, source.key, decision, Claim(inf, migration.source))
+
+
+def _predicted(view: View, migration: Migration, source: Instance, start_s: float | None, now: float) -> Migration:
+    """With what it is expected to take where people asked for it: its destination is ready after ``start_s`` (None: by
+    a policy that does not ask)."""
+    if migration.expected is not None or start_s is None:
+        return migration
+    return replace(migration, expected=now - migration.began + start_s + carried_s(view, source, now))
 
 
 def _is_made(decision: Decision) -> bool:
@@ -222,7 +234,7 @@ def _is_made(decision: Decision) -> bool:
 
 def _idle(view: View, source: Instance, node: str, now: float) -> Instance | None:
     """One that is free on a node that takes starts: what is on others leaves them, or may be gone."""
-    taken, may = view.destinations, may_start(view, source.key, now)
+    taken, in_doubt = view.destinations, view.in_doubt(now)
     for other in view.of(source.key):
         record = other.record
         there = record.node != source.record.node and node in ("", record.node)
@@ -230,7 +242,8 @@ def _idle(view: View, source: Instance, node: str, now: float) -> Instance | Non
         if not (there and free and record.fingerprint == source.record.fingerprint):
             continue
         known = view.nodes.get(record.node)
-        if known is not None and may(known) and record.instance not in view.suspects:
+        stays = known is not None and known.open and view.alive(record.node, now) and record.node not in in_doubt
+        if stays and record.instance not in view.suspects:
             return other
     return None
 
@@ -260,20 +273,22 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
         barred = {**without_hope, source.record.node: "it moves away"}
         elsewhere = {(source.key, name): Refusal(now + 1, why) for name, why in barred.items()}
         return choose(request, replace(view, refused={**view.refused, **elsewhere}))
-    if node in without_hope and (migration.expected is not None or node in apart(view, source)):
+    if node in without_hope and (migration.by is not None or node in apart(view, source)):
         return Wait(f"node {node}: {without_hope[node]}")
     known = view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
-    if known is None or capacity is None or not view.alive(node, now):
+    if known is None or known.status is None or capacity is None or not view.alive(node, now):
         return Wait(f"node {node} is not heard")
     if not known.open:
         return Wait(f"node {node} takes no starts now: it is cordoned, drained, or makes no sandboxes")
     chosen, lacks = fits.choose_gpus(need, capacity), fits.short(need, capacity)
     if chosen is not None and not lacks:
-        return Place(node, chosen[1])
+        there = server(view, known, known.status)
+        guess = estimate(there, source.key, view.model_of(source.key), view.learned, device=bool(need.gpus))
+        return Place(node, chosen[1], guess)
     request = Request(source.key, source.manifest, version.model)
     # Nothing ends for what a policy has decided on, who went by its being there.
-    going = room_made(request, need, view, known, now) if migration.expected is None else None
+    going = room_made(request, need, view, known, now) if migration.by is None else None
     return ending(node, going) if going else Wait(f"{node} lacks {'; '.join(lacks)}")
 
 
@@ -283,7 +298,9 @@ def _commit(view: View, migration: Migration, source: Instance, destination: Ins
         view = instances.stop(view, destination, "it computes other bits than the one that it was to relieve", 0.0)
         migration = _unfit(migration, destination, inf)
         return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {OTHER_BITS}", now)
-    view = _put(view, replace(migration, state=check(MIGRATION, migration.state, MigrationState.MOVING)))
+    served = source.seen.served if source.seen is not None else 0
+    begun = replace(migration, state=check(MIGRATION, migration.state, MigrationState.MOVING), served=served)
+    view = _put(view, replace(begun, tokens=source.tokens(now)))
     view = _points(view, source, migration.destination)
     return _drained(view, view.instances[migration.source], migration.destination)
 

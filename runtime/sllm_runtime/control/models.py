@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -28,6 +29,7 @@ from sllm_runtime.protocol.errors import (
     DigestMismatch,
     ErrorBody,
     InvalidCheckpoint,
+    ModelNotFound,
     NoCapacity,
     NodeNotFound,
     SllmError,
@@ -35,7 +37,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.limits import HEARTBEAT_S
 from sllm_runtime.protocol.manifest import Manifest
-from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.node import NodeStatus, Progress
 from sllm_runtime.protocol.records import ModelRecord
 
 log = logging.getLogger(__name__)
@@ -151,39 +153,46 @@ class Models:
         """Check every byte on each living node that has it; ``problem`` says what was found, and where. Where nothing
         was it raises what kept a node from it: ``DeadlineExceeded`` while it goes on, which who asks again joins."""
         record = registry.model_of(self._loop.view, digest)
-        nodes = self._holders(record.digest)
-        if not nodes:
+        nodes = self._holders(record.digest) | self._living(lambda status: status.untold > 0)
+        errors = [e for e in await self._on(nodes, "validate", record.digest) if not isinstance(e, ModelNotFound)]
+        if not errors:
             raise NodeNotFound(f"no living node has model {record.digest[:19]}; call or deploy a function that uses it")
-        errors = await asyncio.gather(*(self._validate_on(node, record.digest) for node in nodes))
         wrong = [error.message for error in errors if isinstance(error, InvalidCheckpoint | DigestMismatch)]
         others = [error for error in errors if error is not None]
         if others and not wrong:
             raise others[0]
         return registry.model_info(self._loop.view, record, "; ".join(wrong))
 
-    async def _validate_on(self, node: str, digest: str) -> SllmError | None:
+    async def delete(self, digest: str) -> ModelInfo:
+        """Forget it, and remove it from the nodes that are up, also where it is only coming: no report says that.
+        Raises ``Conflict`` while a version needs it."""
+        record = registry.model_of(self._loop.view, digest)
+        info = registry.model_info(self._loop.view, record)
+        await self._loop.commit(lambda view: registry.drop_model(view, record.digest))
+        nodes = self._holders(record.digest) | self._living(lambda status: status.storage is not None)
+        errors = await self._on(nodes, "delete", record.digest)
+        left = [e.message for e in errors if e is not None and not isinstance(e, ModelNotFound)]
+        return msgspec.structs.replace(info, problem=f"not removed everywhere: {'; '.join(left)}" if left else "")
+
+    async def _on(self, nodes: Iterable[str], verb: str, digest: str) -> list[SllmError | None]:
+        """What each of ``nodes`` raises, which the message names."""
+        return await asyncio.gather(*(self._on_one(node, verb, digest) for node in sorted(nodes)))
+
+    async def _on_one(self, node: str, verb: str, digest: str) -> SllmError | None:
         try:
-            await self._nodes.model(node, "validate", digest)
+            await self._nodes.model(node, verb, digest)
         except SllmError as error:
             return msgspec.structs.replace(error.body(), message=f"{node}: {error.message}").to_error()
         return None
 
-    async def delete(self, digest: str) -> ModelInfo:
-        """Forget it, and remove it from the nodes that are up. Raises ``Conflict`` while a version needs it."""
-        record = registry.model_of(self._loop.view, digest)
-        info = registry.model_info(self._loop.view, record)
-        await self._loop.commit(lambda view: registry.drop_model(view, record.digest))
-        problems = []
-        for node in self._holders(record.digest):
-            try:
-                await self._nodes.model(node, "delete", record.digest)
-            except SllmError as error:
-                problems.append(f"{node} still has it: {error.message}")
-        return msgspec.structs.replace(info, problem="; ".join(problems))
+    def _holders(self, digest: str) -> set[str]:
+        """Living nodes that report to have it."""
+        return self._living(lambda status: digest in status.models or digest in status.resident)
 
-    def _holders(self, digest: str) -> list[str]:
+    def _living(self, which: Callable[[NodeStatus], bool]) -> set[str]:
         view, now = self._loop.view, time.monotonic()
-        return [node for node in registry.holders(view, frozenset({digest})).get(digest, ()) if view.alive(node, now)]
+        said = {name: node.status for name, node in view.nodes.items() if view.alive(name, now)}
+        return {name for name, status in said.items() if status is not None and which(status)}
 
 
 def best_node(view: View, manifest: Manifest | None, now: float) -> str | None:

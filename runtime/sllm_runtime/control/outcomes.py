@@ -46,7 +46,7 @@ def of_start(instance: Instance) -> Iterator[Outcome]:
     if instance.predicted is not None:
         took = ready_at - instance.placed
         yield Outcome("start", instance.key, name, node, instance.predicted.seconds, took)
-    if outlook is not None:
+    if outlook is not None and outlook.seconds is not None:
         yield Outcome(outlook.what, instance.key, name, node, outlook.seconds, ready_at - outlook.at)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -14,7 +14,7 @@ from sllm_runtime.control.fits import Need, free, need_in, short, total
 from sllm_runtime.control.providing.awaiting import could_come
 from sllm_runtime.control.reason import Reason, Words
 from sllm_runtime.control.scheduling.prediction import Estimate
-from sllm_runtime.control.view import Instance, Key, Move, Node, View
+from sllm_runtime.control.view import Instance, Key, Move, Node, View, without
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 
@@ -118,6 +118,17 @@ class Policy(Protocol):
     def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision: ...
 
 
+def decided(policy: Policy, request: Request, view: View, now: float, rng: random.Random) -> Decision:
+    """By ``policy``. What is left alone for a failed start is asked all the same where no other node has room."""
+    decision = policy.place(request, view, now, rng)
+    if not isinstance(decision, Wait) or decision.room:
+        return decision
+    yields = [place for place, said in view.refused.items() if place[0] == request.key and said.yields]
+    if not yields:
+        return decision
+    return policy.place(request, replace(view, refused=without(view.refused, yields)), now, rng)
+
+
 def may_start(view: View, key: Key, now: float) -> May:
     """Whether a node may be asked to start version ``key`` now, room aside: living, neither cordoned nor draining, able
     to make sandboxes, not kept for another version, not in doubt, and it has not just refused."""
@@ -125,9 +136,7 @@ def may_start(view: View, key: Key, now: float) -> May:
     heard = view.listening_since > since  # else silence counts
     barred = {node for (which, node), said in view.refused.items() if which == key and said.until > now}
     barred.update(node for node, whose in view.kept.items() if whose != key)
-    if view.suspects:
-        there = (view.instances.get(name) for name in view.suspects)
-        barred.update(each.record.node for each in there if each is not None and view.doubtful(each, now))
+    barred.update(view.in_doubt(now))
 
     def may(node: Node) -> bool:
         living = node.heard is not None and (heard or node.heard > since) and not node.gone

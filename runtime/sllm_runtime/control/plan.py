@@ -10,13 +10,13 @@ from math import inf
 from typing import Final, TypeAlias
 
 from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, room, warmup
-from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait
+from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait, decided
 from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.moving import under_way
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.scheduling.serving import last_begins_s, over_s
-from sllm_runtime.control.turns import NOT_YET, Turns
+from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import EMPTY, Claim, Instance, Key, Stop, View, with_item, without
 from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.limits import HEARTBEAT_S, LOST_AFTER_S
@@ -103,6 +103,7 @@ def _begun(view: View, now: float) -> View:
     return replace(
         view,
         pending=EMPTY,
+        unlooked=frozenset(),
         claims=EMPTY,
         awaiting=EMPTY,
         lacking=_lacking(view, now),
@@ -221,6 +222,7 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     lack = _lack(view, version, there)
     if lack > 0 and not backoff.active(view.failures.get(key), context.now, asked=asked):
         view = _grow(view, version, len(there), lack, context, turns)
+    view = _within(view, version, live, context.now)
     awaited = view.destinations
     names = (instance.record.instance for instance in live)
     ready = [view.instances[name] for name in names if view.instances[name].ready and name not in awaited]
@@ -231,15 +233,36 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     return view
 
 
+def _within(view: View, version: VersionRecord, live: list[Instance], now: float) -> View:
+    """Above ``max_instances`` there are some where one that was in doubt, in whose place another was started, is there
+    after all: once nobody is in doubt the youngest go. Not what is to relieve another one, nor before who had asked the
+    controller before this one for that has asked again."""
+    most = version.manifest.max_instances
+    if len(live) <= most or now - view.listening_since < LOST_AFTER_S:
+        return view
+    if any(instance.record.instance in view.suspects for instance in live):
+        return view
+    awaited = view.destinations
+    relieved = {move.source for move in view.migrations.values() if move.ended is None and move.destination}
+    count = len([each for each in live if each.record.instance not in relieved]) - most
+    others = [each for each in live if each.record.instance not in relieved | awaited]
+    for instance in others[::-1][: max(count, 0)]:
+        why = f"{len(live)} are there, max_instances is {most}"
+        grace = instance.manifest.timeout if instance.ready else 0.0
+        view = instances.stop(view, instance, why, grace, resume=instance.carries)
+    return view
+
+
 def _passed(view: View, turns: Turns[Key], now: float) -> View:
     """Whose turn it was not since the last one's waits on, for what was found before."""
     keys, view = turns.passed(view)
     if not keys:
         return view
     before = turns.before
-    words = {key: before.pending.get(key, NOT_YET) for key in keys}
+    words = {key: before.pending[key] for key in keys if key in before.pending}
     nodes = {key: before.awaiting[key] for key in keys if key in before.awaiting}
-    view = replace(view, pending={**view.pending, **words}, awaiting={**view.awaiting, **nodes})
+    unlooked = view.unlooked | {key for key in keys if key not in words}
+    view = replace(view, pending={**view.pending, **words}, awaiting={**view.awaiting, **nodes}, unlooked=unlooked)
     return patience.waits_on(view, keys, now)
 
 
@@ -261,11 +284,11 @@ def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Co
         return view
     view = _passed(view, turns, now)
     least = autoscale.floor(view, key, version.manifest)
-    placed, coming = 0, list[float]()
+    placed, beside, coming = 0, 0, list[float]()
     for number in range(min(lack, most)):
         turns.looked(key)
         request = Request(key, version.manifest, version.model, further=bool(coming))
-        decision = context.policy.place(request, view, now, context.rng)
+        decision = _choose(request, view, context=context)
         for_calls = there + number >= least  # none is wanted but for calls that wait
         enough = _enough(view, key, decision, coming, now) if for_calls else ""
         if enough:
@@ -282,8 +305,11 @@ def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Co
         before = view.claims.keys()
         view = _waits(view, request, decision, now)
         coming.append(decision.seconds if decision.seconds is not None else inf)
+        beside += isinstance(decision, Wait) and decision.room
         if view.claims.keys() <= before and (request.further or not under_way(view, request)):
             break
+    if coming:
+        view = patience.waited(view, request, lack - placed - beside, now)
     turns.more = turns.more or (placed > 0 and lack > most)
     return _counted(view, key, lack - placed)
 
@@ -318,18 +344,24 @@ def _waits(view: View, request: Request, decision: Evict | Migrate | Wait | Refu
     key = request.key
     view = room.begun(view, key, decision, Claim(now + over_s(view, key, decision.seconds), key))
     reason: Words = decision.reason
-    beside = isinstance(decision, Wait) and decision.room
-    if isinstance(decision, Wait) and not beside:
+    if isinstance(decision, Wait) and not decision.room:
         view, reason = awaiting.told(view, key, request.need(view), reason, now)
     if not isinstance(decision, Refuse):
-        seconds = decision.seconds
-        outlook = Outlook(type(decision).__name__.lower(), now, seconds) if seconds is not None else None
-        view = patience.put_off(view, request, now, outlook, room=beside)
+        outlook = _outlook(decision, now)
+        view = patience.put_off(view, request, now, outlook)
     return view if key in view.pending else replace(view, pending={**view.pending, key: reason})
 
 
+def _outlook(decision: Evict | Migrate | Wait, now: float) -> Outlook | None:
+    """What is remembered of it for when it has its place; None: no more was decided than that there is no room."""
+    if decision.seconds is None and not isinstance(decision, Evict):
+        return None
+    taken = () if isinstance(decision, Migrate) else decision.claims
+    return Outlook(type(decision).__name__.lower(), now, decision.seconds, str(decision.reason), taken)
+
+
 def _choose(request: Request, view: View, *, context: Context) -> Decision:
-    return context.policy.place(request, view, context.now, context.rng)
+    return decided(context.policy, request, view, context.now, context.rng)
 
 
 def _make(view: View, key: Key, place: Place, *, context: Context) -> tuple[View, str]:

@@ -95,17 +95,16 @@ def _state(view: View, key: Key, state: VersionState) -> View:
 
 def activate(view: View, key: Key, request: str = "") -> View:
     """Give the route to this version; the one that had it is retired and can be rolled back to. ``request``: of the
-    deployment that asks for it."""
+    deployment that asks for it, also where it has the route already."""
     function = function_of(view, key[0])
     view = view.put_trial(key, False).put_failure(key, None)
-    if function.active == key[1]:
-        return view
-    previous = tuple(number for number in function.previous if number != key[1])
-    if function.active is not None:
-        previous = (*previous, function.active)
-        view = _state(view, (key[0], function.active), VersionState.RETIRED)
-    view = view.put_function(msgspec.structs.replace(function, active=key[1], previous=previous))
-    view = _state(view, key, VersionState.ACTIVE)
+    if function.active != key[1]:
+        previous = tuple(number for number in function.previous if number != key[1])
+        if function.active is not None:
+            previous = (*previous, function.active)
+            view = _state(view, (key[0], function.active), VersionState.RETIRED)
+        view = view.put_function(msgspec.structs.replace(function, active=key[1], previous=previous))
+        view = _state(view, key, VersionState.ACTIVE)
     record = view.versions.get(key)
     return view.put_version(msgspec.structs.replace(record, request=request)) if request and record else view
 

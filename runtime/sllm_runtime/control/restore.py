@@ -47,6 +47,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     proofs: dict[str, ProofsRecord]
     popularity: Popularity
     pool: PoolRecord
+    unread: frozenset[str] = frozenset()
+    """Keys of instances that cannot be read."""
 
 
 async def read(store: StateStore) -> Stored:
@@ -59,18 +61,30 @@ async def read(store: StateStore) -> Stored:
 def _decoded(records: Records) -> Stored:
     """What people have made must be read, or nobody leads: what is left out would be removed. Raises
     ``ProtocolError``, which names it."""
+    instances = records.readable("instances.", InstanceRecord)
     return Stored(
         functions=records.list("functions.", FunctionRecord),
         versions=records.list("versions.", VersionRecord),
         models=records.list("models.", ModelRecord),
-        nodes=records.readable("nodes.", NodeRecord),
-        instances=records.readable("instances.", InstanceRecord),
+        nodes=_nodes(records),
+        instances=instances,
+        unread=frozenset(records.keys("instances.") - instances.keys()),
         routes=records.readable("routes.", Route),
         learned=_learned(records),
         proofs=records.readable("proofs.", ProofsRecord),
         popularity=records.get(POPULARITY_KEY, Popularity) or Popularity(),
         pool=records.get(POOL_KEY, PoolRecord) or PoolRecord(),
     )
+
+
+def _nodes(records: Records) -> dict[str, NodeRecord]:
+    """That an operator has taken a node out of use stands in its record: one that cannot be read is, until somebody
+    says otherwise."""
+    found = records.readable("nodes.", NodeRecord)
+    lost = {key: key.removeprefix("nodes.") for key in records.keys("nodes.") - found.keys()}
+    for node in lost.values():
+        log.error("node %s takes no starts until `sllm node uncordon %s`: whether it was to cannot be read", node, node)
+    return found | {key: NodeRecord(node=node, cordoned=True) for key, node in lost.items()}
 
 
 def _learned(records: Records) -> LearnedRecord:
@@ -110,8 +124,9 @@ def _adopted(record: InstanceRecord, manifest: Manifest, entry: RouteEntry | Non
 
 
 def unreferenced(stored: Stored, view: View) -> list[Write]:
-    """Instances in the store that the view has left out: to be removed from it."""
-    return [Write(key, None) for key, record in stored.instances.items() if record.instance not in view.instances]
+    """Instances in the store that the view has left out, or that cannot be read: to be removed from it."""
+    left_out = (key for key, record in stored.instances.items() if record.instance not in view.instances)
+    return [Write(key, None) for key in (*left_out, *stored.unread)]
 
 
 def repaired(view: View) -> View:

@@ -101,7 +101,7 @@ def answer(view: View, request: Acquire, now: float) -> Acquired | None:
     told = progress(view, key)
     awaits = told is not None and told.stage == AWAITS_NODE
     if (awaits and not request.awaits) or (key in view.pending and not request.pending):
-        return Acquired(route=found, progress=told, pending=view.why(key))
+        return Acquired(route=found, progress=told, pending=_why(view, key))
     return None
 
 
@@ -110,7 +110,13 @@ def so_far(view: View, request: Acquire) -> Acquired:
     key = (request.function, request.version)
     require(view, key)
     found = route(view, key, leave_out=view.suspects)
-    return Acquired(route=found, progress=progress(view, key), pending=view.why(key))
+    return Acquired(route=found, progress=progress(view, key), pending=_why(view, key))
+
+
+def _why(view: View, key: Key) -> str:
+    """Why nothing can be started. Not of what nobody has looked at yet: it may be started in a moment, and a gateway
+    that was told so would send callers away."""
+    return str(view.pending.get(key, ""))
 
 
 def progress(view: View, key: Key) -> Progress | None:

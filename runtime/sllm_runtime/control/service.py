@@ -23,7 +23,7 @@ from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import SecretNotFound
-from sllm_runtime.protocol.limits import LONG_POLL_S
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S, TOLD_AFTER_S
 from sllm_runtime.protocol.node import Ok
 
 CONCURRENCY: Final = 16384
@@ -92,16 +92,20 @@ class Service:
         for verb, handler in self.handlers.items():
             request = ctl.VERBS[verb][0]
             # No queue group: a leader that was stopped would be given its share of the questions.
-            served = await self._bus.serve(subjects.ctl(verb), request, self._sure(handler), concurrency=CONCURRENCY)
-            self._subscriptions.append(served)
+            sure = self._sure(handler, TOLD_AFTER_S if verb in ctl.TELLING else CONTROLLER_WAIT_S)
+            self._subscriptions.append(
+                await self._bus.serve(subjects.ctl(verb), request, sure, concurrency=CONCURRENCY)
+            )
 
-    def _sure(self, handler: Handler) -> Handler:
-        """``handler``, heard only of a controller that leads: before it begins, and before it answers."""
+    def _sure(self, handler: Handler, within_s: float) -> Handler:
+        """``handler``, heard only of a controller that leads: before it begins, and before it answers. One that lacks
+        the proof for ``within_s`` says so. Where another one leads by then it may be the first to answer, with no more
+        than that: the asker asks again, and the other one goes on with what it was asked."""
 
         async def handle(request: Any) -> msgspec.Struct:
-            await self._leadership.assured()
+            await self._leadership.assured(within_s)
             answer = await handler(request)
-            await self._leadership.assured()
+            await self._leadership.assured(within_s)
             return answer
 
         return handle

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from sllm_runtime.control import popularity
 from sllm_runtime.control.backoff import delay
@@ -34,6 +34,14 @@ SHOWN: Final = 1000
 """Models that people are told of, the most popular ones: as many as fit one message."""
 
 
+class _Decision(NamedTuple):
+    """What was decided, and what by."""
+
+    wishes: list[Wish]
+    disks: list[Disk]
+    placed: Mapping[str, frozenset[str]]
+
+
 class Spreading:
     """Redoes it every SPREAD_S (by ``pause``) from ``start`` to ``close``, and when asked. ``before``: as popular as
     models were in the life of the controller before."""
@@ -53,6 +61,7 @@ class Spreading:
         self._counted = time.monotonic()
         self._pause = pause
         self._deciding = asyncio.Lock()
+        self._last: _Decision | None = None
         self._telling: dict[str, asyncio.Task[None]] = {}
         self._left: dict[str, set[str]] = {}
         self._going: set[tuple[str, str]] = set()
@@ -76,7 +85,9 @@ class Spreading:
 
     async def shown(self) -> Placements:
         """How it should be, and how it is."""
-        return self._told(await self._placed())
+        async with self._deciding:
+            placed = await self._placed()
+        return self._told(placed)
 
     async def _decide(self) -> Mapping[str, frozenset[str]]:
         async with self._deciding:
@@ -119,10 +130,14 @@ class Spreading:
             self._ledger.take([Write(POPULARITY_KEY, Popularity(models=found))])
 
     async def _placed(self) -> Mapping[str, frozenset[str]]:
-        """Beside the loop: a thousand models on a hundred nodes take a second."""
-        view = self._loop.view
+        """Beside the loop, and not again while all that it goes by is the same: a thousand models on a hundred nodes
+        take a second, which everybody else waits for at times. One at a time."""
+        view, last = self._loop.view, self._last
         wishes = [Wish(each.digest, each.nbytes, self._popular.get(each.digest, 0.0)) for each in _placeable(view)]
-        return await asyncio.to_thread(spread, wishes, disks(view, time.monotonic()))
+        there = disks(view, time.monotonic())
+        if last is None or (last.wishes, last.disks) != (wishes, there):
+            self._last = last = _Decision(wishes, there, await asyncio.to_thread(spread, wishes, there))
+        return last.placed
 
     async def _tell(self, node: str, digests: frozenset[str]) -> None:
         """What it keeps, before it is brought what it lacks of that."""

@@ -21,8 +21,6 @@ MOST: Final = 64
 """Places that one plan looks for: 0.1 s where moves are searched for on 100 nodes, on a slow machine 0.2."""
 FIRST: Final = 32
 """Of these for whoever comes first, in each plan; the rest in turn."""
-NOT_YET: Final = "waits for its turn: others that lack a place are looked at before it"
-"""Why who has never had its turn has no place."""
 
 
 class Turns(Generic[W]):
@@ -42,11 +40,10 @@ class Turns(Generic[W]):
 
     def places(self, who: W) -> int:
         """How many may be looked for now for ``who``; 0: it is not its turn, so it is ``passed``."""
-        if self._made < self._first:
-            return self._first - self._made
-        left = self._most - self._made
-        if who not in self._taken and left > 0:
-            return left
+        left = (self._first if who in self._taken else self._most) - self._made
+        if left > 0:
+            # Who is the last of the first has as many as who comes behind, and nobody has all.
+            return min(left, max(self._first, self._most - self._first))
         self.more = self.more or who not in self._taken
         self._passed.append(who)
         return 0

@@ -33,6 +33,8 @@ EMPTY: Final[Mapping[Any, Any]] = MappingProxyType({})
 ROUTABLE: Final = frozenset({VersionState.ACTIVE, VersionState.RETIRED})
 CARRIES: Final = "exact_resume"
 """What the engine of an instance must be able to do for its calls to go on elsewhere."""
+NOT_YET: Final = "waits for its turn: others that lack a place are looked at before it"
+"""Why a version has no place that no plan has looked at."""
 TOKEN_S: Final = 0.03
 """Between two tokens of a call, where only its age is known: rather too short, so that a move is thought too dear."""
 STARTING: Final = frozenset({InstanceState.PENDING, InstanceState.STARTING})
@@ -194,11 +196,14 @@ class Migration:
     note: str = ""
     ended: float | None = None
     tokens: float = 0.0
-    """Of its call that had most when it began; 0: it had none, or it is of a controller before."""
+    """Of its call that had most when it began, or, from then on, when its calls began to move; 0: it had none, or it is
+    of a controller before."""
+    served: int = 0
+    """Calls that had ended at the source when the others began to move, as its node had told."""
     expected: float | None = None
-    """What it was expected to take, if a policy decided it."""
+    """What it is expected to take, as the policy said that decided it, or as was known when its destination was."""
     by: Key | None = None
-    """As ``Move.by``."""
+    """As ``Move.by``; None: people asked for it, or a node is drained."""
     unfit: Mapping[str, float] = field(default_factory=dict)
     """Nodes where one was started in vain, and until when none is again; infinite: it computes other bits there."""
 
@@ -217,10 +222,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A node would not begin an instance; it is left alone until ``until``."""
+    """A node would not begin an instance; it is left alone until ``until``. ``yields``: or until no other has room."""
 
     until: float
     reason: str
+    yields: bool = False
+
+
+class Waited(NamedTuple):
+    """One start that has no place: since when, and when that was last so."""
+
+    since: float
+    last: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +247,8 @@ class PutOff:
     """Of the first decision that said how long it would take."""
     lacks: float = inf
     """Since when it lacks one without a break, where it has got others meanwhile."""
+    waits: tuple[Waited, ...] = ()
+    """Its starts that find no room, each for itself; the longest first."""
 
 
 class Claim(NamedTuple):
@@ -279,6 +294,8 @@ class View:
     """By source. Stored is only which instance a source's calls go to (``InstanceRecord.moves_to``)."""
     pending: Mapping[Key, Words] = field(default_factory=dict)
     """Why a wanted instance cannot be placed now; ``why`` says it."""
+    unlooked: frozenset[Key] = frozenset()
+    """Versions that want one and that no plan has looked at yet (``turns``): nobody knows whether it can be placed."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     """Instances whose places starts of this plan wait for, or that are moved for one."""
     looked: frozenset[Key] = frozenset()
@@ -331,6 +348,11 @@ class View:
         known, before = self.nodes.get(instance.record.node), now - OVERDUE_S
         return self.listening_since <= before and (known is None or known.heard is None or known.heard <= before)
 
+    def in_doubt(self, now: float) -> frozenset[str]:
+        """Nodes of ``doubtful`` instances."""
+        there = (self.instances.get(name) for name in self.suspects)
+        return frozenset(each.record.node for each in there if each is not None and self.doubtful(each, now))
+
     def on(self, node: str) -> Mapping[str, Instance]:
         """Instances placed on a node; the same object until one of them changes."""
         return self.instances.on(node)
@@ -355,7 +377,7 @@ class View:
 
     def why(self, key: Key, otherwise: str = "") -> str:
         """Why a wanted instance of a version cannot be placed now, for people; ``otherwise`` if none waits."""
-        return str(self.pending.get(key, otherwise))
+        return str(self.pending.get(key, NOT_YET if key in self.unlooked else otherwise))
 
     def active(self, key: Key) -> bool:
         """Whether calls that name no version go to this one."""

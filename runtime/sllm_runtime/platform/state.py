@@ -64,6 +64,10 @@ class Records:
         data = self._found.get(key)
         return None if data is None else _record(type_, key, data)
 
+    def keys(self, prefix: str) -> set[str]:
+        """All keys that begin with ``prefix``."""
+        return {key for key in self._found if key.startswith(prefix)}
+
     def list(self, prefix: str, type_: type[T]) -> dict[str, T]:
         """All records whose key begins with ``prefix``, by key."""
         return {key: _record(type_, key, data) for key, data in self._found.items() if key.startswith(prefix)}
@@ -74,11 +78,11 @@ class Records:
         for key, data in self._found.items():
             if key.startswith(prefix):
                 try:
-                    codec.from_json(type_, data)
+                    read = codec.from_json(type_, data)
                 except ProtocolError as error:
                     log.error("record %s is left out: %s", key, error.message)
                 else:
-                    found[key] = _record(type_, key, data)
+                    found[key] = codec.served(read, f"record {key}")
         return found
 
 

@@ -15,6 +15,8 @@ from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.records import Record
 from sllm_runtime.protocol.states import CallState
 
+PREFIX: Final = "call-"
+"""What the id of every call begins with."""
 JOURNAL_TTL_S: Final = 300.0
 """A call can be read for so long after its end."""
 RESUME_WINDOW_S: Final = 60.0

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.quantities import KEPT
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ def _enc(value: Any) -> Any:
 def _dec(type_: type, value: Any) -> Any:
     if isinstance(type_, type) and issubclass(type_, BaseModel):
         try:
-            return type_.model_validate(value)
+            return type_.model_validate(value, context=KEPT)
         except ValidationError as error:
             raise ValueError(str(error)) from error
     raise TypeError(f"cannot decode {type_}")

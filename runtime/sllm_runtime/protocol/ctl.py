@@ -446,6 +446,10 @@ class Nothing(msgspec.Struct, frozen=True, kw_only=True):
     """No arguments."""
 
 
+TELLING: Final = frozenset({"acquire", "deploy", "register", "pull"})
+"""Verbs whose askers ask again and again, and tell people meanwhile what they wait for: a leader that lacks proof that
+it leads says so after ``limits.TOLD_AFTER_S`` (``no_controller``), and is asked again."""
+
 VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "acquire": (Acquire, Acquired),
     "locate": (Locate, Located),

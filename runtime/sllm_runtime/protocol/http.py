@@ -251,6 +251,8 @@ class NodeView(Frozen):
     pool_idle: int = 0
     models: int = 0
     resident: int = 0
+    untold: int = 0
+    """Models on it beside these, of which its report has no room to tell."""
     dram_used: int = 0
     dram_limit: int = 0
     instances: int = 0

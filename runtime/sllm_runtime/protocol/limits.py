@@ -62,6 +62,8 @@ RPC_TIMEOUT_S: Final = 5.0
 CONTROLLER_WAIT_S: Final = 15.0
 """Longest wait for a controller that leads, for its proof that it does, and for the store to take what it decides: the
 servers of a cluster elect a leader of their own within this."""
+TOLD_AFTER_S: Final = 1.0
+"""Who waits for so long for a controller that leads, or for that proof, is told so."""
 
 CHUNK_BYTES: Final = 16 * MIB
 MAX_PROOF: Final = 2 * KIB

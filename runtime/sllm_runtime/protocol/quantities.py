@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 LOAD_TIME: Final = "load-time"
 """A keep-alive as long as the instance's start was expected to take."""
@@ -14,6 +14,8 @@ LONGEST_S: Final = 100 * 365 * 86400
 """A hundred years of seconds, which means for ever: beside today's date they fit 64 bits also as nanoseconds."""
 MOST_BYTES: Final = 2**50
 """What so many processes as an instance can have take together still fits 64 bits."""
+KEPT: Final = "kept"
+"""Context of a validation: what is read was taken before, perhaps when there was no limit. It is cut, not refused."""
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?\s*$")
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)?\s*$")
 _KIND = r"[A-Za-z][A-Za-z0-9._-]{0,63}"
@@ -48,14 +50,28 @@ def parse_seconds(value: Any) -> Any:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_keep_alive(value: Any) -> Any:
+def parse_keep_alive(value: Any, info: ValidationInfo) -> Any:
     """Seconds as ``parse_seconds`` gives them, from 0 to ``LONGEST_S``; ``LOAD_TIME`` is passed through."""
     if value == LOAD_TIME:
         return value
-    seconds = parse_seconds(value)
+    seconds = _cut(parse_seconds(value), LONGEST_S, info)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_S:
         raise ValueError(f"{value!r:.80} is no keep-alive; write seconds, 0 to {LONGEST_S}, or '5m', or {LOAD_TIME!r}")
     return float(seconds)
+
+
+def _cut(value: Any, most: int, info: ValidationInfo) -> Any:
+    """At most ``most`` of what is ``KEPT``; what people hand in stays as it is, and is refused where it is more."""
+    kept = info.context == KEPT and isinstance(value, int | float)
+    return min(value, most) if kept else value
+
+
+def _cut_seconds(value: Any, info: ValidationInfo) -> Any:
+    return _cut(value, LONGEST_S, info)
+
+
+def _cut_bytes(value: Any, info: ValidationInfo) -> Any:
+    return _cut(value, MOST_BYTES, info)
 
 
 @lru_cache(maxsize=1024)
@@ -87,6 +103,6 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(le=MOST_BYTES)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(le=LONGEST_S)]
+Bytes = Annotated[int, BeforeValidator(_cut_bytes), BeforeValidator(parse_bytes), Field(le=MOST_BYTES)]
+Seconds = Annotated[float, BeforeValidator(_cut_seconds), BeforeValidator(parse_seconds), Field(le=LONGEST_S)]
 KeepAlive = Annotated[float | Literal["load-time"], BeforeValidator(parse_keep_alive)]

@@ -63,6 +63,7 @@ class ScriptedNode:
         self.remote: tuple[str, ...] = ()
         self.copied: dict[str, int] = {}
         self.storage: Storage | None = None
+        self.untold = 0
         self.pulls: list[str] = []
         self.kept: tuple[str, ...] | None = None
         self.pulled = asyncio.Event()
@@ -160,6 +161,7 @@ class ScriptedNode:
                 remote=tuple(digest for digest in self.remote if digest not in self.copied),
                 copied=self.copied,
                 storage=self.storage,
+                untold=self.untold,
                 instances=tuple(self.instances.values()),
             ),
         )

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from sllm_runtime.control import loop, placement, plan, view
+from sllm_runtime.control.lease import Leadership
 from sllm_runtime.control.view import View
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.presence import LEFT_S, LOOK_S
@@ -16,6 +17,7 @@ from sllm_runtime.protocol.errors import (
     ErrorBody,
     FunctionNotFound,
     NoCapacity,
+    NoController,
 )
 from sllm_runtime.protocol.node import Gpu
 from sllm_runtime.protocol.records import ProofsRecord, Route
@@ -52,6 +54,25 @@ async def test_many_acquires_make_one_start(bench: Bench, nats: Nats) -> None:
     assert len({command.instance for command in bench.node.starts}) == 1
 
 
+async def test_a_leader_without_proof_says_so_to_who_tells_people(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others it has wait: whoever asked them shows nothing meanwhile."""
+    await cold(bench)
+    monkeypatch.setattr(Leadership, "sure", False)
+    waiting = asyncio.create_task(bench.gateway.ask("functions", ctl.Listing()))
+    register = bench.gateway.ask("register", ctl.RegisterModel(uri="file:///m"))
+    told = await asyncio.gather(bench.gateway.acquire(), register, return_exceptions=True)
+    assert not waiting.done()
+    monkeypatch.undo()
+    for error in told:
+        assert isinstance(error, NoController)
+        assert "cannot know whether it still leads" in error.message
+    assert (await waiting).functions, "once it is sure"
+    assert not bench.node.starts
+    assert (await bench.gateway.acquire()).route is not None
+
+
 async def test_a_start_belongs_to_the_trace_of_a_call_that_waits_for_it(bench: Bench) -> None:
     await cold(bench)
     with trace.within(TRACE):
@@ -67,7 +88,7 @@ async def test_what_is_told_of_a_start_names_the_call_that_it_is_for(bench: Benc
     (instance,) = bench.live()
     bench.node.put(instance, InstanceState.READY, idle_s=100.0)
     await bench.none_left()
-    assert await has_events(bench, {"instance.stopped"})
+    await until(lambda: has_events(bench, {"instance.stopped"}), what="the event is stored")
     stream = bench.controller.loop._bus.jetstream
     of_call, _ = subjects.events_of(call="call-1")
     info = await stream.stream_info(subjects.EVENTS_STREAM, subjects_filter=of_call)
@@ -230,7 +251,7 @@ async def test_a_silent_node_has_lost_its_instances(bench: Bench, monkeypatch: p
     await bench.gateway.deploy(manifest())
     (name,) = bench.live()
     bench.node.silent = True
-    await until(lambda: name not in bench.live(), 10.0)
+    await until(lambda: name not in bench.live())
     await until(lambda: has_events(bench, {"node.alive", "node.lost", "instance.lost"}), what="the events are stored")
     bench.node.silent = False
     await until(lambda: [s.instance for s in bench.node.stops] == [name], what="the stray is ended")

@@ -12,13 +12,14 @@ import msgspec
 import pytest
 
 from sllm_runtime.control import view
-from sllm_runtime.control.daemon import lead
+from sllm_runtime.control.daemon import ControllerSettings, lead
+from sllm_runtime.control.migration import KEEP_S
 from sllm_runtime.control.service import Service
 from sllm_runtime.platform import state
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Last, last_messages
 from sllm_runtime.protocol import ctl, subjects
-from sllm_runtime.protocol.errors import StaleTerm, Unavailable
+from sllm_runtime.protocol.errors import InvalidRequest, StaleTerm, Unavailable
 from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
@@ -199,3 +200,9 @@ def test_every_verb_has_a_handler() -> None:
 class _Any:
     def __getattr__(self, name: str) -> object:
         return name
+
+
+def test_calls_cannot_be_left_in_peace_for_longer_than_moves_are_remembered() -> None:
+    assert ControllerSettings.load({"SLLM_SETTLED": f"{KEEP_S:g}"}).settled == KEEP_S
+    with pytest.raises(InvalidRequest, match="SLLM_SETTLED"):
+        ControllerSettings.load({"SLLM_SETTLED": f"{KEEP_S + 1:g}"})

@@ -146,7 +146,7 @@ def test_what_making_room_costs_is_told_and_what_is_moved_for_it() -> None:
     placed = replace(made.of(("other", 1))[0], placed=NOW)
     record = msgspec.structs.replace(placed.record, instance="new", function="chat")
     then = replace(made, migrations={gone.source: gone})
-    (moved,) = started(Past(replace(placed, record=record), NOW, then), StartupTime()).moves
+    (moved,) = started(Past(replace(placed, record=record), NOW, then, (gone,)), StartupTime()).moves
     assert (moved.state, moved.seconds, moved.took) == ("DONE", 1.5, 2.0)
 
 
@@ -204,6 +204,7 @@ async def test_starts_are_recorded_as_decided_and_with_what_they_took(bench: Ben
     assert (last.starts[0].state, last.past) == ("READY", True)
     assert last.starts[0].took is not None
     assert last.starts[0].at > 1e9
+    assert ([each.what for each in first.outcomes], [each.what for each in last.outcomes]) == ([], ["start"])
 
 
 async def test_a_quick_start_is_recorded_once(bench: Bench) -> None:

@@ -21,7 +21,7 @@ from sllm_runtime.protocol.limits import KIB
 from sllm_runtime.protocol.records import FunctionRecord, Lease, ModelRecord
 from sllm_runtime.protocol.subjects import LEASE_KEY
 from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, Nats
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, manifest
 from tests.unit.control.test_sealed_vault import OLD, keyring
 
@@ -65,6 +65,8 @@ async def test_a_record_without_room_holds_up_no_other_and_is_written_when_there
     ledger = Ledger(store)
     large, small = model("large", 6 * KIB), FunctionRecord(function="f", active=None, last_version=0)
     async with running(ledger):
+        ledger.take([Write("models.large", large)])
+        await until(lambda: ledger._full, what="JetStream has refused it")
         with pytest.raises(Unavailable, match=r"cannot be stored now: models\.large was not written: KV_sllm_state"):
             await ledger.stored([Write("models.large", large)], 0.5)
         await ledger.stored([Write("functions.f", small)], GIVE_UP_S)

@@ -93,3 +93,11 @@ async def test_on_a_full_disk_nobody_waits_long_and_the_disk_is_named(
     with pytest.raises(Unavailable, match="cannot be stored now: the disk of /x is full"):
         await full.settled(3600)
     assert full.waiting == 1, "it is written later"
+
+
+async def test_who_waits_for_one_record_does_not_wait_for_others(store: Store) -> None:
+    nobody_writes = ledger.Ledger(cast(StateStore, store))
+    nobody_writes.take([NEW])
+    await nobody_writes.settled(GIVE_UP_S, "instances.i")
+    with pytest.raises(Unavailable, match="cannot be stored now"):
+        await nobody_writes.settled(0.01, KEY)

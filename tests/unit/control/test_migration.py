@@ -14,8 +14,9 @@ from sllm_runtime.control.events import events
 from sllm_runtime.control.placement import Wait
 from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
+from sllm_runtime.control.scheduling.moving import carried_s
 from sllm_runtime.control.turns import Turns
-from sllm_runtime.control.view import TOKEN_S, Key, Move, without
+from sllm_runtime.control.view import TOKEN_S, Key, Move, Refusal, without
 from sllm_runtime.protocol.errors import (
     Conflict,
     InstanceNotFound,
@@ -501,6 +502,41 @@ def test_a_move_that_is_over_teaches_how_long_its_calls_took(context: int, token
     assert world.view.learned.moves["sha256:m"] is fitted, "once"
 
 
+@pytest.mark.parametrize(
+    ("calls", "served"), [(0, 0), (3, 1), (3, 0)], ids=["none runs by then", "one ends there", "all move"]
+)
+def test_a_move_teaches_nothing_where_nothing_moved_or_a_call_ended_meanwhile(calls: int, served: int) -> None:
+    world, source, destination = begun()
+    world.view = world.view.put_model(ModelRecord(digest="sha256:m", uri="/m", nbytes=1, partitions=(1,)))
+    world.view = world.view.put_version(msgspec.structs.replace(world.view.versions[CHAT], model="sha256:m"))
+    node = world.nodes["n1"]
+    said = {"running": calls, "served": 5, "context": 9 if calls else 0}
+    node.instances[source] = msgspec.structs.replace(node.instances[source], **said)
+    world.hear_all()
+    ready(world, destination)
+    world.plan()
+    world.now += 30.0
+    node.instances[source] = msgspec.structs.replace(node.instances[source], running=0, served=5 + served)
+    world.finish(source, InstanceState.STOPPED)
+    world.plan()
+    assert state(world, source) is MigrationState.DONE
+    assert ("sha256:m" in world.view.learned.moves) == (calls == 3 and not served)
+
+
+@pytest.mark.parametrize("to", ["n2", ""])
+def test_what_people_move_has_a_prediction_too(to: str) -> None:
+    world, source = running()
+    ask(world, source, to)
+    world.now += 2.0
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    start = world.view.instances[destination].predicted
+    assert start is not None
+    (move,) = world.view.migrations.values()
+    carried = carried_s(world.view, world.view.instances[source], world.now)
+    assert move.expected == pytest.approx(2.0 + start.seconds + carried)
+
+
 def test_each_step_of_a_move_is_an_event_and_its_expectation_stands_beside_what_it_took() -> None:
     world, source = running()
     told: list[Event] = []
@@ -589,6 +625,18 @@ def test_an_idle_instance_on_a_node_that_is_to_be_left_is_not_taken(why: str) ->
     assert world.view.migrations[source].destination == ""
 
 
+@pytest.mark.parametrize("yields", [True, False], ids=["failed", "refused"])
+def test_an_idle_instance_is_taken_where_another_start_of_its_version_found_no_room_or_failed(yields: bool) -> None:
+    """That says nothing of one that is ready."""
+    world, source = running(max_instances=3, cpu=3.0)
+    idle = another(world, source)
+    world.view = replace(world.view, refused={(CHAT, "n2"): Refusal(world.now + 60.0, "no", yields)})
+    ask(world, source, "n2")
+    world.plan()
+    assert world.view.migrations[source].destination == idle
+    assert state(world, source) is MigrationState.MOVING
+
+
 def nowhere(*_: Any) -> Wait:
     """What a policy says that has no place."""
     return Wait("there is none")
@@ -603,3 +651,16 @@ def test_a_move_that_a_controller_before_has_told_of_is_not_told_again() -> None
     world.plan()
     assert state(world, source) is MigrationState.MOVING
     assert not [event for event in events(restored, world.view, 0.0) if event.kind.startswith("migration")]
+
+
+def test_what_became_of_a_move_while_nobody_led_is_told() -> None:
+    """Its destination died, and the first plan of the next controller gives it up."""
+    world, source, destination = begun()
+    ready(world, destination)
+    world.plan()
+    restored = replace(world.view, migrations={})
+    world.view = restored
+    world.finish(destination, InstanceState.LOST)
+    world.plan()
+    told = [event for event in events(restored, world.view, 0.0) if event.kind.startswith("migration")]
+    assert [(event.kind, event.instance) for event in told] == [("migration.abandoned", source)]

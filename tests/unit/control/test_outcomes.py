@@ -10,7 +10,7 @@ import pytest
 
 from sllm_runtime.control import registry
 from sllm_runtime.control.events import events
-from sllm_runtime.control.explain import explained
+from sllm_runtime.control.explain import explained, started
 from sllm_runtime.control.history import History
 from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.reports import observe
@@ -80,6 +80,38 @@ def test_what_was_waited_for_stands_beside_what_it_took_in_all() -> None:
     assert (event.fields["decided"], event.fields["decided_took_s"]) == ("wait", "2.900000")
     assert event.fields["decided_expected_s"] == f"{known.seconds:.6f}"
     assert event.fields["took_s"] == "2.200000"
+
+
+def test_a_start_that_could_not_be_made_at_once_is_explained_by_what_was_decided_then() -> None:
+    """When it is placed there is room: nothing tells any more why others waited or ended for it."""
+    full, _ = function(cluster(node("near", models=(M.digest,)), models=(M,)), "chat", M)
+    full = function(full, "other")[0].put_waiting(CHAT, "gw", 1)
+    works, ends = idle(full, "other", "near", running=1), idle(full, "other", "near")
+    short = replace(works, learned=works.learned.called(OTHER, 0.5))
+    near = "other-on-near-0"
+    calls = "waits for calls to end on near, where it would be ready after 2.95 s"
+    for before, said, by in (
+        (short, f"it had waited for room: {calls} ({near})", "waiting"),
+        (ends, f"instances had been ended for it: makes room on near by ending 1 idle instance(s) ({near})", "ending"),
+        (works, "it had waited for room for 0.70 s", ""),
+    ):
+        history, waits = History(), planned(before, NOW)
+        history.follow(before, waits, NOW)
+        again = planned(waits, NOW + 0.25)
+        history.follow(waits, again, NOW + 0.25)
+        ended = reported(again, NOW + 0.6, near, OTHER, state=InstanceState.STOPPED, release_s=0.1)
+        history.follow(again, ended, NOW + 0.6)
+        placed = planned(ended, NOW + 0.7)
+        history.follow(ended, placed, NOW + 0.7)
+        (made,) = placed.of(CHAT)
+        past = history.of(made.record.instance)
+        assert past is not None
+        told = started(past, StartupTime())
+        assert told.decision.startswith("a start on near, expected to take 2.00 s (ssd:")
+        assert told.decision.endswith(f"), after {said}")
+        (there,) = told.candidates
+        assert there.why == "needs 1 x L4 (has none)"
+        assert by in {*(way.by for way in there.ways), ""}
 
 
 def test_a_start_that_is_made_at_once_waited_for_nothing() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
-from sllm_runtime.control.patience import LINGER_S, put_off
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sllm_runtime.control.patience import LINGER_S, waited
 from sllm_runtime.control.placement import Request
-from sllm_runtime.control.view import PutOff
+from sllm_runtime.control.view import PutOff, Waited
 from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.examples import examples
 from tests.unit.control.world import FakeNode, World, deployed, manifest
 
 
@@ -75,14 +80,119 @@ def test_no_more_ends_than_what_it_takes_the_place_of() -> None:
     assert sum(made.view.instances[name].stop is not None for name in names) == 1
 
 
+def test_each_of_several_that_have_waited_gets_a_node() -> None:
+    """At the same time: the last one waits for no longer than the first."""
+    made = world(*(FakeNode(f"n{number}", 4.0, 2) for number in range(3)))
+    names = [running(made, name, gpu="L4", timeout=20) for name in "abcdef"]
+    made.view = deployed(made.view, manifest("late", gpu="L4", max_instances=5))
+    made.wait_for(("late", 1), 3)
+    made.turn(10.0)
+    made.wait_for(("late", 1), 4)
+    made.turn(11.0)
+    assert set(made.view.kept.values()) == {("late", 1)}
+    assert sum(made.view.instances[name].stop is not None for name in names) == 3
+    made.turn(10.0)
+    stops = [made.view.instances[name].stop for name in names]
+    assert [stop.grace_s for stop in stops if stop is not None] == [20.0] * 4, "the fourth in its time"
+    made.turn(30.0)
+    assert [made.view.instances[name].stop for name in names] == stops, "no more than it lacks"
+
+
+def test_whoever_gets_one_and_wants_more_goes_on_waiting_for_that() -> None:
+    made = world(FakeNode("n1", 4.0, 2), FakeNode("n2", 4.0, 2))
+    names = [running(made, name, gpu="L4", timeout=20) for name in "abcd"]
+    made.view = deployed(made.view, manifest("late", gpu="L4", max_instances=2))
+    made.wait_for(("late", 1), 2)
+    made.turn(15.0)
+    made.nodes["n2"].set(next(n for n in names if made.view.instances[n].record.node == "n2"), InstanceState.LOST)
+    made.turn(0.5)
+    assert len(made.live(("late", 1))) == 1
+    assert not made.view.kept
+    made.turn(5.0)
+    assert list(made.view.kept.values()) == [("late", 1)], "it has waited for 20 s as well"
+
+
+def test_nothing_of_its_own_ends_for_one_more() -> None:
+    made = world(FakeNode("n1", 4.0, 1), FakeNode("n2", 4.0, 1))
+    running(made, "late", gpu="L4", timeout=20, max_instances=2)
+    other = running(made, "other", gpu="L4", timeout=20)
+    made.nodes[made.view.instances[other].record.node].set(other, InstanceState.READY, running=3)
+    made.wait_for(("late", 1), 1)
+    made.turn(21.0)
+    assert [name for name, each in made.view.instances.items() if each.stop] == [other], "however few calls it has"
+
+
+class Crowd:
+    """A cluster that is full of calls, each of which is followed by another one; ``late`` wants instances as well."""
+
+    def __init__(self, gpus: list[int], timeouts: list[int], seed: int) -> None:
+        self.world = world(*(FakeNode(f"n{number}", 64.0, count) for number, count in enumerate(gpus)))
+        self.rng, self.until = random.Random(seed), dict[str, float]()
+        for number in range(sum(gpus)):
+            fields = {"gpu": "L4", "timeout": timeouts[number % len(timeouts)], "priority": self.rng.randint(-1, 1)}
+            running(self.world, f"f{number}", **fields)
+            self.world.wait_for((f"f{number}", 1), 1)
+
+    def step(self) -> None:
+        """Half a second: calls end, the next ones begin, starts succeed."""
+        for node in self.world.nodes.values():
+            for name, status in tuple(node.instances.items()):
+                timeout = self.world.view.versions[status.function, status.version].manifest.timeout
+                if status.state is InstanceState.STARTING:
+                    node.set(name, InstanceState.READY, running=1)
+                elif status.state not in (InstanceState.READY, InstanceState.DRAINING):
+                    continue
+                if self.world.now < self.until.setdefault(name, self.world.now + self.rng.uniform(0.5, timeout)):
+                    continue
+                if status.state is InstanceState.DRAINING:
+                    node.set(name, InstanceState.STOPPED, running=0)
+                self.until[name] = self.world.now + self.rng.uniform(0.5, timeout)
+        self.world.turn(0.5)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    gpus=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    timeouts=st.lists(st.sampled_from([5, 8, 20]), min_size=1, max_size=4),
+    each=st.integers(1, 2),
+    wanted=st.tuples(st.integers(1, 4), st.integers(0, 3)),
+    later=st.sampled_from([0.5, 4.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_no_start_waits_for_longer_than_twice_the_longest_call_that_runs(
+    gpus: list[int], timeouts: list[int], each: int, wanted: tuple[int, int], later: float, seed: int
+) -> None:
+    """However many of a version lack at once, where the cluster has places for all of them, and whatever comes back in
+    the place of what was ended for them."""
+    most = sum(count // each for count in gpus)
+    crowd, began, ready = Crowd(gpus, timeouts, seed), list[float](), set[str]()
+    made, longest = crowd.world, max(timeouts[: sum(gpus)])
+    made.view = deployed(made.view, manifest("late", gpu=f"L4:{each}", max_instances=8, timeout=min(timeouts)))
+
+    def starts() -> list[float]:
+        return [at for at, name in made.started if name.startswith("late")]
+
+    for count, waits_s in ((wanted[0], later), (sum(wanted), 2.0 * longest + 10.0)):
+        began += [made.now] * (min(count, most) - len(began))
+        until = made.now + waits_s
+        while made.now < until and len(starts()) < min(sum(wanted), most):
+            ready |= {instance.record.instance for instance in made.view.of(("late", 1)) if instance.ready}
+            made.wait_for(("late", 1), len(began) - len(ready))
+            crowd.step()
+    assert len(starts()) == len(began)
+    assert all(start - since <= 2 * longest + 2.0 for start, since in zip(starts(), began, strict=True))
+
+
 def test_nothing_is_kept_for_what_waits_beside_room() -> None:
     made = busy_cluster()
     made.turn(1.0)
     late = made.view.versions[("late", 1)]
     asked = Request(("late", 1), late.manifest)
-    waited = replace(made.view, put_off={("late", 1): PutOff(made.now - 30.0, made.now)})
-    assert not put_off(waited, asked, made.now, room=True).kept
-    assert put_off(waited, asked, made.now).kept
+    since = made.now - 30.0
+    long = PutOff(since, made.now, waits=(Waited(since, made.now),))
+    view = replace(made.view, put_off={("late", 1): long})
+    assert not waited(view, asked, 0, made.now).kept
+    assert waited(view, asked, 1, made.now).kept
 
 
 def test_of_two_that_wait_the_first_one_gets_the_place() -> None:

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from sllm_runtime.control import instances, registry
@@ -425,6 +426,34 @@ def test_after_a_failed_start_the_next_is_made_on_another_node() -> None:
     assert "a start failed there" in world.view.refused[CHAT, used[0]].reason
 
 
+def test_where_the_other_node_is_full_the_one_where_it_failed_is_tried_again_after_the_back_off() -> None:
+    """And the other one is preferred as soon as it has room."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    world.nodes["n1"].models = ("sha256:m",)
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    first = world.view.instances[name].record.node
+    (other,) = {"n1", "n2"} - {first}
+    world.nodes[other].holds["another"] = (4.0, ())
+    world.hear(other)
+    world.finish(name, InstanceState.FAILED, ERROR)
+    world.turn(0.5)
+    assert not world.live(CHAT), "the version is in its back-off"
+    world.turn(1.0)
+    (name,) = world.live(CHAT)
+    assert world.view.instances[name].record.node == first
+    assert CHAT not in world.view.pending
+    world.finish(name, InstanceState.FAILED, ERROR)
+    del world.nodes[other].holds["another"]
+    world.turn(2.5)
+    (name,) = world.live(CHAT)
+    assert world.view.instances[name].record.node == other
+
+
 def test_where_no_other_node_could_run_it_the_same_is_tried_again(world: World) -> None:
     world.view = deployed(world.view, manifest("chat", gpu=["L4"]))
     world.wait_for(CHAT, 1)
@@ -452,6 +481,34 @@ def test_what_a_gateway_could_not_use_on_an_overdue_node_is_not_counted_on() -> 
     assert world.view.instances[started].record.node == other
     assert not may_start(world.view, CHAT, world.now)(world.view.nodes[node])
     assert world.view.instances[name].live, "nobody has said that it is dead"
+    world.hear_all()
+    world.finish(started, InstanceState.READY)
+    world.wait_for(CHAT, 0)
+    for each in (name, started):
+        world.nodes[world.view.instances[each].record.node].set(each, InstanceState.READY, running=1)
+    world.turn(0.5)
+    assert set(world.live(CHAT)) == {name, started}, "which of them is there is not known yet"
+    world.nodes[node].alive = True
+    world.turn(0.5)
+    assert world.live(CHAT) == [name], "no more than max_instances"
+    stop = world.view.instances[started].stop
+    assert stop is not None
+    assert stop.grace_s == world.view.versions[CHAT].manifest.timeout, "its calls may end"
+
+
+def test_what_a_controller_before_had_moved_is_not_ended_before_that_is_asked_for_again(world: World) -> None:
+    """It finds two, and does not know that one is to relieve the other."""
+    name = _ready(world)
+    there = world.view.instances[name]
+    twin = replace(there, record=msgspec.structs.replace(there.record, instance="twin"))
+    node = world.nodes[there.record.node]
+    node.instances["twin"] = msgspec.structs.replace(node.instances[name], instance="twin")
+    world.view = world.view.put_instance(twin)
+    world.reset_listening()
+    world.turn(LOST_AFTER_S - 0.5)
+    assert set(world.live(CHAT)) == {name, "twin"}
+    world.turn(1.0)
+    assert world.live(CHAT) == [name]
 
 
 def test_an_overdue_node_is_counted_on_where_no_gateway_complains(world: World) -> None:

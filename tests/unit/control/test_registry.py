@@ -12,10 +12,13 @@ from sllm_runtime.protocol.errors import (
     CorruptCheckpoint,
     DeadlineExceeded,
     FunctionNotFound,
+    ModelNotFound,
+    NodeNotFound,
     SecretNotFound,
     Unavailable,
     VersionNotFound,
 )
+from sllm_runtime.protocol.node import Storage
 from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
@@ -100,6 +103,40 @@ async def test_a_model_is_kept_while_a_version_needs_it(bench: Bench) -> None:
     await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="delete"))
     assert (await bench.gateway.ask("models", ctl.Listing())).models == ()
     assert [command.verb for command in bench.node.commands] == [*["validate"] * 3, "delete"]
+
+
+async def test_a_model_is_looked_for_wherever_it_may_be(bench: Bench, nats: Nats) -> None:
+    """Where it is only coming, or where a report has no room for all, no report names it."""
+    registered: ctl.Registered = await bench.gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
+    assert registered.model is not None
+    digest = registered.model.digest
+    validate, delete = (ctl.ModelRef(digest=digest, verb=verb) for verb in ("validate", "delete"))
+    async with ScriptedNode(await nats.bus("n2"), "n2") as other:
+
+        async def says(storage: Storage | None, untold: int) -> None:
+            other.storage, other.untold = storage, untold
+            other.tell()
+
+            def heard() -> bool:
+                known = bench.controller.loop.view.nodes.get("n2")
+                status = known.status if known is not None else None
+                return status is not None and (status.storage, status.untold) == (storage, untold)
+
+            await until(heard, what="n2 is heard")
+
+        other.problem = ModelNotFound("it is not here")
+        await says(Storage(), 0)
+        assert (await bench.gateway.ask("model", validate)).problem == ""
+        assert not other.commands, "it has told of all that it has"
+        await says(Storage(), 2)
+        assert (await bench.gateway.ask("model", validate)).problem == ""
+        bench.node.problem = other.problem
+        with pytest.raises(NodeNotFound, match="no living node has model"):
+            await bench.gateway.ask("model", validate)
+        await says(Storage(), 0)
+        other.problem = Unavailable("its disk is away")
+        assert (await bench.gateway.ask("model", delete)).problem == "not removed everywhere: n2: its disk is away"
+        assert [command.verb for command in other.commands] == ["validate", "validate", "delete"]
 
 
 async def test_lists(bench: Bench) -> None:

@@ -6,13 +6,18 @@ from typing import Any, cast
 
 import pytest
 
-from sllm_runtime.control import restore
+from sllm_runtime.control import changes, draining, restore
+from sllm_runtime.control.changes import Write
+from sllm_runtime.control.placement import may_start
+from sllm_runtime.control.reports import observe
 from sllm_runtime.platform.state import Records, StateStore
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.node import NodeRecord
-from sllm_runtime.protocol.records import FunctionRecord
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord
+from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.waiting import GIVE_UP_S
+from tests.unit.control.world import FakeNode
 
 CHAT = FunctionRecord(function="chat", active=None, last_version=0)
 
@@ -53,10 +58,29 @@ async def test_what_is_made_anew_and_cannot_be_read_keeps_nobody_from_leading(ca
     there = NodeRecord(node="n1")
     found = {"nodes.n1": codec.to_json(there), "nodes.n2": b'{"node":7}', "routes.chat.1": b"{}", "instances.i": b""}
     stored = await restore.read(cast(StateStore, Held(found)))
-    assert stored.nodes == {"nodes.n1": there}
+    assert stored.nodes["nodes.n1"] == there
     assert not stored.routes
     assert not stored.instances
     assert all(f"record {key} is left out" in caplog.text for key in ("nodes.n2", "routes.chat.1", "instances.i"))
+
+
+async def test_a_node_whose_record_cannot_be_read_stays_out_of_use_until_somebody_says_otherwise() -> None:
+    """An operator may have cordoned it: its first report says nothing of that."""
+    stored = await restore.read(cast(StateStore, Held({"nodes.n1": b'{"node":7}'})))
+    node = FakeNode("n1", cpu=4.0, gpus=0)
+    view = observe(restore.repaired(restore.as_stored(stored, 0.0)), node.report(), 1.0, 1.0)
+    assert view.nodes["n1"].record.cordoned
+    assert not may_start(view, ("chat", 1), 1.0)(view.nodes["n1"])
+    after = draining.cordon(view, "n1", cordoned=False, drain=False)
+    assert changes.decided(view, after) == [Write("nodes.n1", after.nodes["n1"].record)], "and it is readable again"
+
+
+async def test_an_instance_whose_record_cannot_be_read_leaves_the_store() -> None:
+    there = InstanceRecord(instance="i", function="chat", version=1, node="n1", state=InstanceState.READY)
+    found = {"functions.chat": codec.to_json(CHAT), "instances.i": codec.to_json(there), "instances.j": b"{}"}
+    stored = await restore.read(cast(StateStore, Held(found)))
+    view = restore.repaired(restore.as_stored(stored, 0.0))
+    assert restore.unreferenced(stored, view) == [Write("instances.i", None), Write("instances.j", None)]
 
 
 @pytest.mark.parametrize("key", ["functions.chat", "versions.chat.1", "models.m"])

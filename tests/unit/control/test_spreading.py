@@ -99,6 +99,25 @@ async def test_others_have_their_turn_while_it_is_decided(bench: Bench, monkeypa
         await made.close()
 
 
+async def test_who_looks_at_it_again_and_again_has_it_decided_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided = list[int]()
+
+    def counted(wishes: list[Wish], there: list[Disk]) -> Mapping[str, frozenset[str]]:
+        decided.append(there[0].limit)
+        return replicas.spread(wishes, there)
+
+    await started(bench)
+    monkeypatch.setattr(spreading, "spread", counted)
+    for limit in (8 * MIB, 9 * MIB):
+        bench.node.storage = Storage(ssd_limit=limit)
+        await known(bench, "n1", bench.node)
+        await asyncio.gather(*(bench.gateway.ask("placement", ctl.Placement()) for _ in range(5)))
+        await bench.gateway.ask("placement", ctl.Placement())
+    assert decided == [8 * MIB, 9 * MIB]
+
+
 async def test_a_node_without_room_is_told_so_and_not_asked(bench: Bench) -> None:
     await started(bench, limit=1000)
     await bench.gateway.ask("placement", ctl.Placement(redo=True))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_runtime.control import migration
+from sllm_runtime.control.changes import touched
 from sllm_runtime.control.placement import Decision, Request
 from sllm_runtime.control.plan import Context, Plan, plan
+from sllm_runtime.control.routes import answer, so_far
 from sllm_runtime.control.scheduling.policies import StartupTime
-from sllm_runtime.control.turns import FIRST, MOST, NOT_YET, Turns
-from sllm_runtime.control.view import Claim, Key, View
+from sllm_runtime.control.turns import FIRST, MOST, Turns
+from sllm_runtime.control.view import NOT_YET, Claim, Key, View
+from sllm_runtime.protocol.ctl import Acquire
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node
 
 M = model("m", 2 * GB)
@@ -54,7 +59,8 @@ def test_each_plan_looks_for_so_many_places_until_all_have_had_their_turn() -> N
     view, rest = crowded(150), MOST - FIRST
     made, asked = planned(view)
     assert (asked, made.more) == (names(0, MOST), True)
-    assert len(made.view.pending) == 150, "who asks is told that it waits"
+    assert made.view.pending.keys() | made.view.unlooked == {*names(0, 150)}, "who asks is told that it waits"
+    assert made.view.unlooked == {*names(MOST, 150)}
     assert made.view.why(("f149", 1)) == NOT_YET
     last = MOST
     while made.more:
@@ -62,9 +68,36 @@ def test_each_plan_looks_for_so_many_places_until_all_have_had_their_turn() -> N
         assert asked == names(0, FIRST) + names(last, min(last + rest, 150)), "who comes first, and whose turn it is"
         last += rest
     assert last >= 150
-    assert NOT_YET not in made.view.pending.values()
+    assert not made.view.unlooked
     assert not made.view.looked
     assert planned(made.view)[1] == names(0, MOST), "and again"
+
+
+def test_that_it_was_not_its_turn_is_no_answer() -> None:
+    """A gateway that is told that nothing can be started sends callers away."""
+    last: Key = ("f149", 1)
+    asks = Acquire(function=last[0], version=last[1], gateway="gw", waiting=1, pending=False)
+    made = planned(crowded(150))[0]
+    assert made.view.why(last) == NOT_YET
+    assert answer(made.view, asks, NOW) is None
+    assert so_far(made.view, asks).pending == ""
+    while last in made.view.unlooked:
+        before, made = made.view, planned(made.view)[0]
+    told = answer(made.view, asks, NOW)
+    assert told is not None
+    assert told.pending.startswith("all capacity is in use")
+    assert last[0] in touched(before, made.view), "who waits is woken"
+
+
+def test_who_comes_where_the_first_places_end_is_looked_at_as_often_as_who_comes_behind() -> None:
+    turns: Turns[int] = Turns(View(), frozenset())
+    turns.looked(0, FIRST - 1)
+    assert turns.places(1) == MOST - FIRST
+    turns.looked(1)
+    assert turns.places(2) == MOST - FIRST
+    again: Turns[int] = Turns(View(), frozenset({1}))
+    again.looked(0, FIRST - 1)
+    assert again.places(1) == 1, "it has had its turn"
 
 
 def test_few_are_all_looked_at_in_each_plan() -> None:
@@ -199,3 +232,28 @@ def test_migrations_have_their_turns_too() -> None:
     who, after = turns.passed(replace(view, claims={}))
     assert (who, after.claims) == (["source"], view.claims)
     assert turns.taken == {"other"}
+
+
+def test_a_plan_looks_for_so_many_places_of_migrations() -> None:
+    """Of which each looks for its own: the rest in turn, and who is passed keeps what it has claimed."""
+    count = MOST + 6
+    view = cluster(node("late"), *(node(f"n{number}") for number in range(count)), models=(M,))
+    view = function(view, "chat", M, engine=True, model="/m", max_instances=count)[0]
+    for number in range(count):
+        view = idle(view, "chat", f"n{number}", running=1, carries=True)
+    sources = list(view.instances)
+    view = function(view, "other", M)[0]
+    view = idle(view, "other", "late", running=1)
+    for source in sources:
+        view = migration.ask(view, source, "", NOW)
+    held = "other-on-late-0"
+    view = replace(view, claims={held: Claim(inf, sources[-1])})
+    made, asked = planned(view)
+    assert asked == [("chat", 1)] * MOST
+    assert made.view.looked_for == {*sources[:MOST]}
+    assert made.more
+    assert made.view.claims[held].by == sources[-1]
+    made, asked = planned(made.view)
+    assert asked == [("chat", 1)] * (FIRST + 6)
+    assert not made.view.looked_for
+    assert not made.more

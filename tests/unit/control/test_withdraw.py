@@ -97,13 +97,14 @@ async def test_too_late(bench: Bench) -> None:
 async def test_too_late_for_another_controller_than_the_one_that_gave_it_the_route(
     nats: Nats, node: ScriptedNode
 ) -> None:
-    """It died before it answered: what it has stored says so, of a new version and of one that was there."""
-    gateway, requests = Gateway(await nats.bus("gw")), [uuid.uuid4().hex for _ in range(3)]
+    """It died before it answered: what it has stored says so, of a new version, of one that was there, and of the one
+    that had the route already."""
+    gateway, requests = Gateway(await nats.bus("gw")), [uuid.uuid4().hex for _ in range(5)]
     async with controller_of(nats):
-        for request, data in zip(requests, (b"one", b"two", b"one"), strict=True):
+        for request, data in zip(requests, (b"one", b"two", b"two", b"one", b"one"), strict=True):
             bundle = await gateway.upload(data)
             deploy = ctl.Deploy(request=request, manifest=manifest(), bundle=bundle, bundle_bytes=3, wait_s=15.0)
             assert (await gateway.ask("deploy", deploy)).version is not None
     async with controller_of(nats, "ctl2"):
-        told = [await gateway.ask("withdraw", ctl.Withdraw(request=request)) for request in (*requests[1:], "other")]
-    assert [each.version for each in told] == [2, 1, None]
+        told = [await gateway.ask("withdraw", ctl.Withdraw(request=request)) for request in (*requests[2:], "other")]
+    assert [each.version for each in told] == [2, None, 1, None], "of each version the last one"

@@ -339,8 +339,9 @@ async def _serving(nats: Nats, settings: GatewaySettings) -> AsyncIterator[tuple
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     tasks = Tasks(f"http {settings.gateway}")
     try:
-        # Nothing is encrypted here; to be ready for it takes 25 ms of a CPU.
-        client = httpx.AsyncClient(base_url=url, verify=False)
+        # Nothing is encrypted here; to be ready for it takes 25 ms of a CPU. A call may be silent for longer than
+        # httpx's own 5 s.
+        client = httpx.AsyncClient(base_url=url, verify=False, timeout=GIVE_UP_S)
         async with running(await nats.bus(settings.gateway), settings) as gateway, client as http:
             server = make_server(gateway, settings)
             serving = tasks.start(server.serve([listener]), "serve")

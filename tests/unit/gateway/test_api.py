@@ -18,11 +18,13 @@ from sllm_gateway.app import running
 from sllm_gateway.openapi import OPERATIONS, document
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform import bundles, trace
+from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
     FunctionError,
     FunctionNotFound,
     ModelNotFound,
+    NoController,
     StartFailed,
     Unavailable,
     Unsatisfiable,
@@ -43,12 +45,14 @@ from sllm_runtime.protocol.node import (
 )
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
-from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats
+from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats, stored
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
 from tests.unit.platform.test_trace import TRACE
 
 SSE = {"accept": "text/event-stream"}
+OF_NODE = f"{subjects.events_by('node', NODE)}.>"
+"""Subjects of what the node tells."""
 BUNDLE = b"PK" + bytes(range(256)) * 4000
 DIGEST = f"sha256:{hashlib.sha256(BUNDLE).hexdigest()}"
 DEPLOY: dict[str, Any] = {
@@ -135,6 +139,25 @@ async def test_a_deployment_tells_its_progress_and_its_result(nats: Nats) -> Non
     assert found[3].done
     assert len({request.request for request in asked[:3]}) == 1
     assert plain.json()["version"] == 2
+
+
+async def test_a_deployment_goes_on_when_the_controller_is_sure_that_it_leads(nats: Nats) -> None:
+    asked: list[ctl.Deploy] = []
+
+    async def deploy(request: ctl.Deploy) -> ctl.Deployed:
+        asked.append(request)
+        if len(asked) < 3:
+            raise NoController("the controller waits: the store of the state does not answer")
+        return ctl.Deployed(version=version(2))
+
+    async with world(nats) as w:
+        await w.controller.serve("deploy", ctl.Deploy, deploy)
+        await w.controller.serve("function", ctl.FunctionRef, _info)
+        await w.deploy(manifest("f"), version=2)
+        found = events((await w.http.post(f"{API}/functions", json=DEPLOY, headers=SSE)).text)
+    assert [event.event for event in found] == ["progress", "done", "message"]
+    assert json.loads(found[0].data)["stage"] == "controller"
+    assert len({request.request for request in asked}) == 1
 
 
 async def _info(request: ctl.FunctionRef) -> ctl.FunctionInfo:
@@ -256,7 +279,7 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
         status = NodeStatus(
             node="n1", boot="b", sequence=1, term=1, cpu=2, memory=4, free_cpu=1, free_memory=3,
             gpus=(Gpu(index=0, kind="L4", memory=24),), models=("sha256:ab", "sha256:cd", "sha256:ef"),
-            resident=("sha256:ab", "sha256:ef"), remote=("sha256:ef",), dram_used=2, dram_limit=8,
+            resident=("sha256:ab", "sha256:ef"), remote=("sha256:ef",), dram_used=2, dram_limit=8, untold=4,
             paths=(PathLoad(path="disk", bandwidth=1e9, queued=5),), condition="podman hangs",
             storage=Storage(ssd_used=1, integrity=False, devices=(DeviceMemory(device="fake:0", limit=3, used=2),)),
             instances=(
@@ -293,7 +316,7 @@ async def test_models_and_nodes_and_status(nats: Nats) -> None:
     assert storage["paths"] == [{"path": "disk", "bandwidth": 1e9, "queued": 5}]
     assert storage["devices"] == [{"device": "fake:0", "limit": 3, "used": 2}]
     assert one["here"] == [{"instance": "i1", "function": "f", "version": 2, "state": "READY", "running": 3}]
-    assert one["instances"] == 1
+    assert (one["instances"], one["models"], one["untold"]) == (1, 3, 4)
     assert (other["storage"], other["tiers"], other["here"], other["alive"]) == (None, {}, [], False)
     assert (down["controller"], up["controller"], up["nodes"]) == (False, True, 2)
 
@@ -346,7 +369,7 @@ async def test_logs_are_kept_filtered_and_followed(nats: Nats) -> None:
         for number in range(10):
             w.node.bus.publish_now(subjects.logs(NODE, "f"), line(f"line {number}", f"call-{number % 2}"))
         w.node.bus.publish_now(subjects.logs(NODE, "other"), line("not mine"))
-        await w.node.bus.flush()
+        await stored(w.controller.bus, subjects.LOGS_STREAM, f"sllm.logs.{NODE}.*", 11)
         assert await _texts(w) == [f"line {n}" for n in range(10)]
         assert await _texts(w, limit=3, call="call-1") == ["line 5", "line 7", "line 9"]
         assert await _texts(w, since=4e9) == []
@@ -369,7 +392,8 @@ async def test_who_reads_on_gets_each_behind_the_last_that_came(nats: Nats) -> N
             w.node.bus.publish_now(subjects.logs(NODE, "f"), line(f"line {number}"))
             event = Happened(kind="instance.ready", at=float(number), component="node", function="f")
             w.node.bus.publish_now(subjects.event("node", NODE, event.kind, "f"), event)
-        await w.node.bus.flush()
+        await stored(w.controller.bus, subjects.LOGS_STREAM, subjects.logs(NODE, "f"), 6)
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 6)
         for path in ("functions/f/logs", "events?function=f"):
 
             async def read(last: str | None = None, path: str = path, **query: Any) -> list[Event]:
@@ -499,6 +523,7 @@ async def test_a_function_and_a_call_are_explained(nats: Nats) -> None:
         await until(lambda: len(w.gateway.calls) == 0, what="it is over")
         ended = (await w.http.get(f"{API}/explain/{call}")).json()
         lost = [await w.http.get(f"{API}/explain/{name}") for name in ("CALL-1", "call-1")]
+        no_function = await w.http.get(f"{API}/explain/none")
         settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0)
         async with running(await nats.bus(GATEWAY_2), settings) as other:
             assert await other._recent.anywhere(call) == w.gateway._recent.here(call)
@@ -514,7 +539,34 @@ async def test_a_function_and_a_call_are_explained(nats: Nats) -> None:
     assert ended["error"] == "cancelled on request"
     assert asked == [("f", None, ""), *[("f", 1, entry().instance)] * 2]
     assert [each.status_code for each in lost] == [404, 404]
-    assert [each.json()["error"]["code"] for each in lost] == ["call_not_found", "function_not_found"]
+    assert {each.json()["error"]["code"] for each in lost} == {"call_not_found"}
+    assert no_function.json()["error"]["code"] == "function_not_found"
+
+
+async def test_a_kept_call_is_explained_when_no_gateway_remembers_it(nats: Nats) -> None:
+    """One that found its instance and succeeded leaves no event."""
+    asked: list[ctl.Explain] = []
+
+    async def explain(request: ctl.Explain) -> ctl.Explained:
+        if request.function != "f":
+            raise FunctionNotFound(request.function)
+        asked.append(request)
+        return ctl.Explained(function="f", version=1, policy="StartupTime", decision="a start on n1")
+
+    async with world(nats, scripts={"f": answers}) as w:
+        await w.deploy(manifest("f"), entry())
+        call = (await w.http.post("/fn/f", headers={"prefer": "respond-async"})).json()["id"]
+        async with w.http.stream("GET", f"/v1/calls/{call}/events") as response:
+            await response.aread()
+    async with world(nats) as w:
+        await w.controller.serve("explain", ctl.Explain, explain)
+        assert w.gateway._recent.here(call) is None
+        found = (await w.http.get(f"{API}/explain/{call}")).json()
+        await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM)
+        lost = await w.http.get(f"{API}/explain/{call}")
+    assert (found["call"], found["state"], found["instance"]) == (call, "SUCCEEDED", entry().instance)
+    assert [(each.version, each.instance) for each in asked] == [(1, entry().instance)]
+    assert (lost.status_code, lost.json()["error"]["code"]) == (404, "call_not_found")
 
 
 async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> None:
@@ -546,12 +598,12 @@ async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> 
             )  # fmt: skip
             subject = subjects.event("gateway", GATEWAY, kind, "f", lost.call)
             w.gateway._bus.publish_now(subject, lost)
-        await w.gateway._bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, "sllm.events.*.*.*.*.*.call-of-before", 2)
         of_before = (of("before", None), of("before", 0.75), of("cut", None, "STARTING"), of("bad", None, "FAILED"))
         namesake = of("of-a-function-of-that-name-before", 0.5, at=0.5)
         for told in (namesake, *of_before, of(entry().instance, 0.25)):
             w.controller.bus.publish_now(subjects.decision("f"), told)
-        await w.controller.bus.flush()
+        await stored(w.controller.bus, subjects.DECISIONS_STREAM, subjects.decision("f"), 5)
         await w.controller.serve("explain", ctl.Explain, explain)
         await w.deploy(manifest("f"), entry(), script=hang)
         of_function = (await w.http.get(f"{API}/explain/f")).json()
@@ -593,7 +645,7 @@ async def test_a_start_of_which_only_that_it_was_is_remembered_has_its_record(na
         await w.controller.serve("explain", ctl.Explain, explain)
         told = msgspec.structs.replace(so_far, candidates=(near,), starts=(msgspec.structs.replace(start, at=1.0),))
         w.controller.bus.publish_now(subjects.decision("f"), told)
-        await w.controller.bus.flush()
+        await stored(w.controller.bus, subjects.DECISIONS_STREAM, subjects.decision("f"), 1)
         await w.deploy(manifest("f"), entry(), script=answers)
         call = (await w.http.post("/fn/f", headers=SSE)).headers["sllm-call-id"]
         found = (await w.http.get(f"{API}/explain/{call}")).json()
@@ -616,7 +668,7 @@ async def test_a_call_of_a_function_that_is_gone_is_explained(nats: Nats, record
                 function="f", version=1, policy="StartupTime", decision="a start on n1", past=True, starts=(start,)
             )
             w.controller.bus.publish_now(subjects.decision("f"), told)
-            await w.controller.bus.flush()
+            await stored(w.controller.bus, subjects.DECISIONS_STREAM, subjects.decision("f"), 1)
         await w.deploy(manifest("f"), entry(), script=answers)
         call = (await w.http.post("/fn/f", headers=SSE)).headers["sllm-call-id"]
         answer = await w.http.get(f"{API}/explain/{call}")
@@ -633,7 +685,7 @@ async def test_events_are_read(nats: Nats) -> None:
         for kind, call in (("call.failed", "call-1"), ("call.moved", "call-2"), ("node.started", None)):
             told = Happened(kind=kind, at=2.0, component="node", function="f" if call else None, call=call)
             w.node.bus.publish_now(subjects.event("node", NODE, kind, told.function, call), told)
-        await w.node.bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 3)
 
         async def read(**wanted: str) -> list[str]:
             found = events((await w.http.get(f"{API}/events", params=wanted)).text)
@@ -654,6 +706,30 @@ async def test_events_are_read(nats: Nats) -> None:
             assert (answer.status_code, answer.json()["error"]["field"]) == (400, next(iter(wrong)))
 
 
+async def test_what_befalls_a_call_is_logged_also_where_its_event_is_dropped(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def raises(run: Run) -> None:
+        run.end(FunctionError("ValueError: no"))
+
+    async with world(nats) as w:
+        await w.deploy(manifest("f"), entry(), script=raises)
+        await w.deploy(manifest("full", concurrency=1, max_instances=1), entry("i2", concurrency=1), script=hang)
+        monkeypatch.setattr("sllm_runtime.platform.announce.BURST", 0)
+        caplog.set_level("INFO")
+        failed = await w.http.post("/fn/f")
+        running, waiting = (asyncio.create_task(w.http.post("/fn/full", headers=SSE)) for _ in range(2))
+        await until(lambda: "call.queued" in caplog.text, what="the second one waits for the first")
+        for task in (running, waiting):
+            task.cancel()
+        await asyncio.wait([running, waiting])
+        await until(lambda: not len(w.gateway.calls))
+        assert await w.told() == [], "there were too many events"
+    said = {(each.message, each.__dict__.get("call")) for each in caplog.records}
+    assert ("call.failed: function_error: ValueError: no", failed.headers["sllm-call-id"]) in said
+    assert {message.partition(":")[0] for message, call in said if call} >= {"call.queued", "call.cancelled"}
+
+
 async def test_the_gateway_tells_of_itself_and_of_calls_that_fail_by_no_fault_of_their_caller(nats: Nats) -> None:
     async def raises(run: Run) -> None:
         run.end(FunctionError("ValueError: no"))
@@ -666,7 +742,7 @@ async def test_the_gateway_tells_of_itself_and_of_calls_that_fail_by_no_fault_of
         assert (await w.http.post("/fn/f", content=b"[")).status_code == 400
         assert (await w.http.post("/fn/f", content=b"[]")).status_code == 422
         metrics = (await w.http.get("/metrics")).text
-        await w.gateway._bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, f"{subjects.events_by('gateway', GATEWAY)}.>", 2)
         found = [
             json.loads(each.data) for each in events((await w.http.get(f"{API}/events")).text) if each.data[0] == "{"
         ]
@@ -727,9 +803,26 @@ def test_every_schema_that_is_named_is_there(reference: str) -> None:
     assert name in document()["components"]["schemas"]
 
 
-async def test_a_gateway_that_is_ended_before_it_has_begun_leaves_nothing(nats: Nats) -> None:
+async def test_a_gateway_that_is_ended_before_it_has_begun_leaves_nothing(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No controller has made the streams that it waits for; why it ended is not hidden by how."""
     settings = GatewaySettings.load(nats.env(GATEWAY_2), gateway=GATEWAY_2, port=0)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2), running(await nats.bus(GATEWAY_2), settings):
+    bus, begun, opens = await nats.bus(GATEWAY_2), asyncio.Event(), StateStore.open
+
+    async def opened(*args: Any, **options: Any) -> StateStore:
+        begun.set()
+        return await opens(*args, **options)
+
+    async def run() -> None:
+        async with running(bus, settings):
             pytest.fail("it runs without the platform's state")
+
+    monkeypatch.setattr(StateStore, "open", opened)
+    starting = asyncio.create_task(run())
+    await asyncio.wait_for(begun.wait(), GIVE_UP_S)
+    done, _ = await asyncio.wait({starting}, timeout=0.2)  # it asks, and waits for an answer
+    assert not done
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting

@@ -11,8 +11,8 @@ from sllm_gateway.asgi import PIECE
 from sllm_gateway.events import EventWriter, Source
 from sllm_gateway.server import CLOSE_AFTER_S
 from sllm_gateway.sse import DONE, HEARTBEAT
-from sllm_runtime.platform.owned import Tasks
-from tests.fixtures.waiting import until
+from sllm_runtime.platform.owned import Tasks, end
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 HEADERS = b"headers"
 
@@ -99,7 +99,7 @@ async def written(source: Source, client: Any, *, method: str = "GET", **options
     )
     writing = tasks.start(writer.write(source, scope_of(client, method), client.send, **options), "writes")
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(GIVE_UP_S):
             yield
             await writing
     finally:
@@ -214,24 +214,31 @@ async def test_a_client_that_takes_nothing_is_told_and_cut_off() -> None:
     assert client.aborted == [CLOSE_AFTER_S]
 
 
-async def test_a_slow_one_has_its_time_for_each_piece() -> None:
-    """All of them take it longer than one may."""
-    client, slow = Buffered(room=1), 0.2
+async def test_a_slow_one_has_its_time_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take it longer than one may. Time passes while one waits, and only then."""
+    client, slow = Buffered(room=1), 10.0
+    loop = asyncio.get_running_loop()
+    began = now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
 
     async def source() -> AsyncGenerator[bytes, None]:
         yield b"x" * LARGE
 
     async def takes() -> None:
-        while not client.whole:
-            await asyncio.sleep(slow / 3)
+        nonlocal now
+        while True:
+            await client.waits.wait()
+            client.waits.clear()
+            now += slow / 3
+            for _ in range(3):  # what is due by then comes first
+                await asyncio.sleep(0)
             client.room.release()
 
     taking = asyncio.create_task(takes())
-    began = asyncio.get_running_loop().time()
     async with written(source(), client, slow=slow):
         pass
-    await taking
-    assert asyncio.get_running_loop().time() - began > slow
+    await end([taking])
+    assert now - began > slow
     assert b"".join(client.bodies) == b"x" * LARGE + DONE
     assert client.aborted == []
 

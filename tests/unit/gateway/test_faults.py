@@ -87,7 +87,7 @@ async def test_a_gateway_that_did_not_run_blames_nobody(nats: Nats, monkeypatch:
 
     async with world(nats) as w:
         await w.deploy(manifest("begin"), entry(), script=begin)
-        response = await w.http.post("/fn/begin", headers=SSE, timeout=GIVE_UP_S)
+        response = await w.http.post("/fn/begin", headers=SSE)
         assert values(response.text) == [1, 2]
         assert response.text.endswith("data: [DONE]\n\n")
 
@@ -103,7 +103,7 @@ async def test_a_silent_node_is_lost(nats: Nats, monkeypatch: pytest.MonkeyPatch
     async with world(nats) as w:
         await w.deploy(manifest("begin"), entry(), script=begin)
         began = time.monotonic()
-        response = await w.http.post("/fn/begin", headers=SSE, timeout=GIVE_UP_S)
+        response = await w.http.post("/fn/begin", headers=SSE)
         assert time.monotonic() - began > 1.0, "it had its time"
         assert "instance_lost" in response.text
         assert "[DONE]" not in response.text
@@ -120,10 +120,7 @@ async def test_a_node_that_has_left_nats_is_lost_before_its_silence_says_so(
         try:
             await w.deploy(manifest("goes"), entry("i2", NODE_2))
             await w.deploy(manifest("stays"), entry(), script=hang)
-            goes, stays = [
-                asyncio.create_task(w.http.post(f"/fn/{name}", headers=SSE, timeout=GIVE_UP_S))
-                for name in ("goes", "stays")
-            ]
+            goes, stays = [asyncio.create_task(w.http.post(f"/fn/{name}", headers=SSE)) for name in ("goes", "stays")]
             for node in (other, w.node):
                 await until(lambda: [run.outbox.acked for run in node.runs.values()] == [1])  # noqa: B023 - awaited here
         finally:
@@ -142,8 +139,12 @@ async def test_one_that_may_have_been_taken_is_not_run_again_by_accident(
 ) -> None:
     """Its instance has it, and is not heard any more, or is no more; another one is there."""
     monkeypatch.setattr(link, "OPEN_TRY_S", 0.2)
-    monkeypatch.setattr(limits, "RPC_TIMEOUT_S", GIVE_UP_S if gone else 0.4)
-    opened = ScriptedNode._open
+    opened, asks = ScriptedNode._open, link.Link.open
+
+    async def ask(self: link.Link, node: str, request: Open) -> Opened:
+        soon = request.head.instance == "i1" and not gone
+        monkeypatch.setattr(limits, "RPC_TIMEOUT_S", 0.4 if soon else GIVE_UP_S)
+        return await asks(self, node, request)
 
     async def unheard(node: ScriptedNode, request: Open) -> Opened:
         answer = await opened(node, request)
@@ -160,6 +161,7 @@ async def test_one_that_may_have_been_taken_is_not_run_again_by_accident(
             run.end()
 
     monkeypatch.setattr(ScriptedNode, "_open", unheard)
+    monkeypatch.setattr(link.Link, "open", ask)
     async with world(nats) as w:
         other = ScriptedNode(await nats.bus(NODE_2), NODE_2)
         other.scripts["works"] = works
@@ -168,7 +170,7 @@ async def test_one_that_may_have_been_taken_is_not_run_again_by_accident(
             await w.deploy(
                 manifest("works", retries=retries), entry(), entry("i2", NODE_2, concurrency=1), script=works
             )
-            response = await w.http.post("/fn/works", json={}, headers=SSE, timeout=GIVE_UP_S)
+            response = await w.http.post("/fn/works", json={}, headers=SSE)
         finally:
             await other.close()
         assert ("instance_lost" in response.text) == (retries == 0)
@@ -263,6 +265,7 @@ async def test_the_daemon_serves_drains_and_ends_with_its_parent(nats: Nats) -> 
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
 
             async def answers() -> bool:
+                assert daemon.returncode is None, "it has ended, and who answers is another one"
                 try:
                     return (await http.get("/readyz")).status_code == 200
                 except httpx.TransportError:

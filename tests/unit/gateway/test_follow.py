@@ -21,10 +21,13 @@ from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.http import API
-from tests.fixtures.nats import CONTROLLER, NODE, Nats
+from tests.fixtures.nats import CONTROLLER, NODE, Nats, stored
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import World, world
 from tests.unit.gateway.test_api import events
+
+OF_NODE = f"{subjects.events_by('node', NODE)}.>"
+"""Subjects of what the node tells."""
 
 
 async def left(nats: Nats) -> int:
@@ -37,7 +40,7 @@ async def test_fifty_questions_for_events_leave_no_consumer(nats: Nats) -> None:
     async with world(nats) as w:
         event = Event(kind="instance.ready", at=1.0, component="node", function="f")
         w.node.bus.publish_now(subjects.events_by("node", NODE), event)
-        await w.node.bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, subjects.events_by("node", NODE), 1)
         before = await left(nats)
         for _ in range(50):
             assert "instance.ready" in (await w.http.get(f"{API}/events", params={"function": "f"})).text
@@ -50,7 +53,7 @@ async def test_of_a_whole_stream_no_more_is_read_than_is_shown(nats: Nats, monke
         for at in range(20):
             event = Event(kind="instance.ready", at=float(at), component="node", function="f")
             w.node.bus.publish_now(subjects.event("node", NODE, event.kind, "f"), event)
-        await w.node.bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 20)
         read = list[bytes]()
         unpack = codec.unpack
 
@@ -123,7 +126,7 @@ async def test_who_follows_is_told_where_the_stream_stands(nats: Nats) -> None:
     async with world(nats) as w:
         for function in ("f", "g"):
             _happens(w, function, 1.0)
-        await w.node.bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, subjects.EVENTS_ALL, 3)  # and that the gateway is there
         last = (await w.controller.bus.jetstream.stream_info(subjects.EVENTS_STREAM)).state.last_seq
         query = {"follow": "true", "function": "f", "limit": "0"}
         async with w.http.stream("GET", f"{API}/events", params=query) as response:
@@ -179,7 +182,7 @@ async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_th
     async with world(nats) as w:
         for at in range(50):
             _happens(w, "f", float(at))
-        await w.node.bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 50)
         given_up, found = list[str](), list[float]()
 
         def noted(bus: Any, stream: str, made: Any) -> None:

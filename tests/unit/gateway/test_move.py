@@ -821,7 +821,7 @@ class Scene:
         """A call that has begun at i1 and has ten values."""
         await self.deploy()
         self.pace["i1"] = 10
-        task = asyncio.create_task(self.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        task = asyncio.create_task(self.w.http.post("/fn/draw", json={}, headers=SSE))
         try:
             await until(lambda: self.acked("i1") >= (20 if self.ids else 10))
             yield task
@@ -930,9 +930,7 @@ async def test_calls_of_one_source_are_opened_when_their_readers_have_a_reserve(
     full = list[Pace]()
     monkeypatch.setattr(Pace, "full", lambda self, _: self in full)
     async with scene(nats, reserve_s=NEVER) as s, s.reading() as call:
-        others = [
-            asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=each, timeout=60)) for each in (SSE, {})
-        ]
+        others = [asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=each)) for each in (SSE, {})]
         await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20] * 3)
         made = list[Pace]()
         monkeypatch.setattr(Pace, "expect", lambda self, _: made.append(self))
@@ -1026,7 +1024,7 @@ async def test_its_destination_is_asked_within_its_trace(nats: Nats) -> None:
         await (await nats.bus(NODE)).subscribe_raw(subjects.node_open(NODE, "x")[:-1] + "*", opened)
         await s.deploy()
         s.pace["i1"], s.pace["i2"] = 10, TOTAL
-        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers={trace.HEADER: said}, timeout=60))
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers={trace.HEADER: said}))
         await until(lambda: s.acked("i1") >= 20)
         await s.deploy(moves=True)
         assert (await call).json() == list(range(TOTAL))
@@ -1038,7 +1036,7 @@ async def test_an_answer_that_is_not_streamed_moves_too(nats: Nats) -> None:
     async with scene(nats) as s:
         await s.deploy()
         s.pace["i1"], s.pace["i2"] = 10, TOTAL
-        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, timeout=60))
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}))
         await until(lambda: s.acked("i1") >= 20)
         await s.deploy(moves=True)
         assert (await call).json() == list(range(TOTAL))
@@ -1091,7 +1089,7 @@ async def test_calls_of_one_source_stop_together(nats: Nats, monkeypatch: pytest
     """Nobody waits for one that ends meanwhile."""
     monkeypatch.setattr(moving, "TOGETHER_S", NEVER)
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
-        other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE))
         await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20, 20])
         s.rests, s.pace["i2"] = True, TOTAL
         await s.deploy(moves=True)
@@ -1180,7 +1178,7 @@ async def test_the_source_dies_beside_one_that_draws(nats: Nats) -> None:
 async def test_a_call_that_has_just_begun_is_opened_with_its_first_id(nats: Nats) -> None:
     async with scene(nats) as s:
         await s.deploy()
-        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE))
         await until(lambda: s.runs("i1"))
         await s.deploy(moves=True)
         (first,) = s.runs("i1")
@@ -1227,7 +1225,7 @@ async def test_one_that_its_destination_has_computed_waits_while_that_prefills_a
 ) -> None:
     monkeypatch.setattr(moving, "TOGETHER_S", NEVER)
     async with scene(nats) as s, s.reading() as call:
-        other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE, timeout=60))
+        other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE))
         await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20, 20])
         first, second = (run.head.call for run in s.runs("i1"))
         held = s.held = asyncio.Event()
@@ -1281,7 +1279,7 @@ async def test_new_calls_go_to_the_destination(nats: Nats) -> None:
     async with scene(nats) as s:
         s.pace["i1"], s.pace["i2"] = 0, TOTAL
         await s.deploy(moves=True)
-        assert (await s.w.http.post("/fn/draw", json={}, timeout=60)).json() == list(range(TOTAL))
+        assert (await s.w.http.post("/fn/draw", json={})).json() == list(range(TOTAL))
         assert not s.runs("i1")
 
 
@@ -1329,7 +1327,7 @@ async def test_the_destination_does_not_take_it_at_once(nats: Nats, answer: Any)
 
 async def test_who_waits_does_not_get_the_slot_of_a_call_that_is_to_move(nats: Nats) -> None:
     async with scene(nats, concurrency=1) as s, s.reading() as call:
-        waits = asyncio.create_task(s.w.http.post("/fn/draw", json={}, timeout=60))
+        waits = asyncio.create_task(s.w.http.post("/fn/draw", json={}))
         await until(lambda: s.w.gateway.calls.dispatcher.waiting("draw") == 1)
         s.pace["i2"] = TOTAL
         await s.deploy(moves=True)
@@ -1347,7 +1345,7 @@ async def test_one_that_stays_reserves_nothing(nats: Nats) -> None:
         s.pace["i1"] = 13
         await until(second.cancelled.is_set)
         s.pace["i2"] = TOTAL
-        assert (await s.w.http.post("/fn/draw", json={}, timeout=60)).json() == list(range(TOTAL))
+        assert (await s.w.http.post("/fn/draw", json={})).json() == list(range(TOTAL))
         s.pace["i1"] = TOTAL
         assert values((await call).text) == list(range(TOTAL))
 
@@ -1480,7 +1478,7 @@ async def test_another_output_found_at_the_switch_leaves_the_call_at_its_source(
         assert values((await call).text) == list(range(TOTAL))
         assert s.runs("i2") == [second]
         assert await s.moved() == 0
-        assert (await s.w.http.post("/fn/draw", json={}, timeout=60)).json() == list(range(TOTAL)), "its slot is free"
+        assert (await s.w.http.post("/fn/draw", json={})).json() == list(range(TOTAL)), "its slot is free"
 
 
 async def test_another_output_found_at_the_death_of_the_source_is_one_death(nats: Nats) -> None:
@@ -1521,7 +1519,7 @@ async def test_values_in_parts(nats: Nats) -> None:
         s.value = lambda _, number: str(number) * (2 * MAX_PART)
         s.total, s.pace["i1"], s.pace["i2"] = 4, 2, 4
         await s.deploy()
-        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}, timeout=60))
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}))
         await until(lambda: s.acked("i1") >= 4)
         await s.deploy(moves=True)
         assert json.loads((await call).text) == [str(number) * (2 * MAX_PART) for number in range(4)]

@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from sllm_gateway.openai.requests import ChatRequest, read
+from sllm_gateway.sse import HEARTBEAT
 from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument, InvalidRequest
 from sllm_runtime.protocol.frames import TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import CREATED, Run, World, entry, manifest, starting, world
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -48,16 +51,42 @@ async def test_chat(nats: Nats) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
+class Seen(httpx.AsyncByteStream):
+    """A response's bytes, each shown to ``look`` before its reader has it."""
+
+    def __init__(self, stream: Any, look: Callable[[bytes], None]) -> None:
+        self._stream, self._look = stream, look
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for data in self._stream:
+            self._look(data)
+            yield data
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
 async def test_chat_streamed_with_usage_after_comments(nats: Nats) -> None:
     """Heartbeats and progress come as comments, also between chunks, and the client does not stumble over them."""
 
+    seen, between = bytearray(), asyncio.Event()
+
     async def slowly(run: Run) -> None:
         run.delta("def")
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(between.wait(), GIVE_UP_S)
         run.delta("", finish="length")
         run.end(usage=Usage(3, 1))
 
-    async with world(nats, headers_wait=0.05, heartbeat=0.1) as w, client(w) as api:
+    def look(data: bytes) -> None:
+        seen.extend(data)
+        if HEARTBEAT in seen.partition(b'"def"')[2]:
+            between.set()
+
+    async def record(response: httpx.Response) -> None:
+        response.stream = Seen(response.stream, look)
+
+    http = httpx.AsyncClient(event_hooks={"response": [record]}, verify=False)
+    async with world(nats, headers_wait=0.05, heartbeat=0.1) as w, client(w, http_client=http) as api:
         w.controller.on_acquire = _after_progress(w)
         w.node.scripts["coder"] = slowly
         await w.deploy(manifest("coder", engine=True, model="/m"), script=slowly)
@@ -66,6 +95,7 @@ async def test_chat_streamed_with_usage_after_comments(nats: Nats) -> None:
         )
         chunks = [chunk async for chunk in stream]
         assert stream.response.headers["sllm-call-id"]
+    assert b": progress weights" in seen.partition(b'"def"')[0]
     assert [chunk.choices[0].delta.role for chunk in chunks[:-1]] == ["assistant", None, None]
     assert [chunk.choices[0].delta.content for chunk in chunks[:-1]] == ["", "def", None]
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, "length"]

@@ -24,7 +24,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.limits import MAX_MESSAGE
-from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats
+from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats, stored
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.platform.test_trace import TRACE
@@ -357,9 +357,10 @@ async def test_logs_of_a_node_are_kept_and_read_by_a_gateway(nats: Nats) -> None
     reading = await gateway.jetstream.subscribe(
         subjects.logs_of("chat"), stream=subjects.LOGS_STREAM, ordered_consumer=True
     )
-    lines = [codec.unpack(Ping, (await reading.next_msg(5)).data).n for _ in range(3)]
+    lines = [codec.unpack(Ping, (await reading.next_msg(GIVE_UP_S)).data).n for _ in range(3)]
     assert lines == [0, 1, 2]
     await reading.unsubscribe()
+    await stored(controller, subjects.EVENTS_STREAM, subjects.events_by("node", NODE), 3)
     info = await controller.jetstream.stream_info(subjects.EVENTS_STREAM)
     assert info.state.messages == 3
 

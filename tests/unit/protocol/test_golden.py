@@ -1,7 +1,12 @@
 """What the version before wrote is read today, and says the same: every message and record of it, with every field.
 
-``tests/golden/before.json`` was written by that version's own code (``tests/golden/write.py``). A field that is gone,
-renamed, of another type, or in another place of what travels as an array, is found here.
+``tests/golden/before.json`` was written by that version's own code (``tests/golden/write.py``), of the commit that is
+``BEFORE`` of ``test_node_before.py``. ``since.json`` was written by that of commit 9652f90: it holds what has been
+added since, which before.json says nothing of. A field that is gone, renamed, of another type, or in another place of
+what travels as an array, is found here.
+
+With a release, and with each change of PROTOCOL_VERSION, before.json is to be written anew by the code of the version
+that is before it then (and ``BEFORE`` with it); since.json where much has been added.
 """
 
 from __future__ import annotations
@@ -21,12 +26,16 @@ from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.records import Record
 from tests.golden.write import says, structs
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "before.json").read_text())
-MESSAGES: dict[str, dict[str, Any]] = GOLDEN["messages"]
+FILES = ("before", "since")
+GOLDEN = {name: json.loads((Path(__file__).parents[2] / "golden" / f"{name}.json").read_text()) for name in FILES}
+MESSAGES: dict[str, dict[str, Any]] = {
+    f"{file}:{name}": each for file, golden in GOLDEN.items() for name, each in golden["messages"].items()
+}
+"""``file:module.Class`` -> its bytes, and what they say."""
 
 
 def kind_of(name: str) -> type[msgspec.Struct]:
-    module, _, kind = name.rpartition(".")
+    module, _, kind = name.partition(":")[2].rpartition(".")
     found: type[msgspec.Struct] = getattr(importlib.import_module(f"sllm_runtime.protocol.{module}"), kind)
     return found
 
@@ -61,15 +70,20 @@ def test_a_record_of_the_schema_before_is_read_as_it_lies_in_the_store(name: str
 
 
 def test_every_message_of_the_version_before_is_looked_at() -> None:
-    assert GOLDEN["protocol_version"] in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1)
-    assert MESSAGES.keys() <= dict(structs()).keys(), "none has gone"
-    assert {"records.VersionRecord", "records.InstanceRecord", "records.Route", "records.Term"} <= set(RECORDS)
+    now = dict(structs()).keys()
+    for golden in GOLDEN.values():
+        assert golden["protocol_version"] in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1)
+        assert golden["messages"].keys() <= now, "none has gone"
+    assert GOLDEN["before"]["messages"].keys() < GOLDEN["since"]["messages"].keys()
+    for record in ("VersionRecord", "InstanceRecord", "Route", "Term"):
+        assert f"before:records.{record}" in RECORDS
+    assert {"since:records.LearnedRecord", "since:records.SecretRecord"} <= set(RECORDS)
 
 
 def test_a_field_that_changed_would_be_found() -> None:
-    golden = MESSAGES["node.StopInstance"]
+    golden = MESSAGES["before:node.StopInstance"]
     told = msgspec.msgpack.decode(base64.b64decode(golden["msgpack"]))
     assert not holds(golden["says"] | {"reason": "another"}, golden["says"])
     assert not holds({key: value for key, value in golden["says"].items() if key != "grace_s"}, golden["says"])
     with pytest.raises(ProtocolError, match="grace_s"):
-        codec.unpack(kind_of("node.StopInstance"), msgspec.msgpack.encode(told | {"grace_s": "soon"}))
+        codec.unpack(kind_of("before:node.StopInstance"), msgspec.msgpack.encode(told | {"grace_s": "soon"}))

@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.quantities import LONGEST_S, MOST_BYTES
+from sllm_runtime.protocol.records import VersionRecord
 
 HANDLER = {"entry": "m:f", "kind": "function", "streams": False}
 
@@ -71,3 +73,30 @@ def test_what_is_no_gpu_is_refused_by_its_name(given: str) -> None:
     with pytest.raises(ValidationError) as wrong:
         read("gpu", given)
     assert wrong.value.errors()[0]["loc"] == ("gpu",)
+
+
+BEFORE = """{"schema":1,"function":"chat","version":1,"manifest":{"gpu":[],"gpu_memory":2199023255552000,"cpu":1.0,
+"memory":2199023255552000,"labels":{},"schema_version":1,"name":"chat","description":"","handler":{"entry":"m:f",
+"kind":"function","streams":false,"input_schema":{"type":"object"},"python":null},"model":null,"adapters":{},
+"model_loader":"auto","engine":false,"dtype":"auto","parallelism":{"tensor":1,"pipeline":1},"keep_alive":10000000000.0,
+"min_instances":0,"max_instances":1,"concurrency":1,"timeout":300.0,"idle_timeout":3600000000.0,
+"startup_timeout":4000000000.0,"queue_timeout":4000000000.0,"max_queue":256,"retries":0,"resumable":true,"priority":0,
+"slo":{"ttft":4000000000.0,"tbt":null},"network":false,"env":{},"secrets":[],"requirements":[],"image":null},
+"bundle":"sha256:b","bundle_bytes":1,"content":"c","model":null,"adapters":{},"state":"PREPARING","created":0.0,
+"error":null}"""
+"""As e4e3aa0, which had no upper limits, stored a function that was to stay for ever."""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_was_taken_before_there_were_limits_is_read_and_cut_to_them(packed: bool) -> None:
+    if packed:
+        read = codec.unpack(VersionRecord, msgspec.msgpack.encode(msgspec.json.decode(BEFORE)))
+    else:
+        read = codec.from_json(VersionRecord, BEFORE)
+    kept = read.manifest
+    durations = (kept.keep_alive, kept.idle_timeout, kept.startup_timeout, kept.queue_timeout, kept.slo.ttft)
+    assert durations == (LONGEST_S,) * 5
+    assert (kept.memory, kept.gpu_memory, kept.timeout) == (MOST_BYTES, MOST_BYTES, 300.0)
+    assert codec.from_json(VersionRecord, codec.to_json(read)) == read
+    with pytest.raises(ValidationError):  # who hands it in today is told
+        Manifest.model_validate(msgspec.json.decode(BEFORE)["manifest"])

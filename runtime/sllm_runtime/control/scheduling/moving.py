@@ -278,16 +278,20 @@ def _targets(
 ) -> tuple[Target, ...]:
     """The servers it could go to in less than ``within`` seconds: an instance of it is started there while it
     works on here, its calls go on there, and it gives back what it held."""
-    view, instance = moving.view, going.instance
-    model = view.model_of(instance.key)
-    resume = view.learned.resume_s(model.digest if model is not None else "", instance.tokens(moving.now))
-    release = view.learned.release_s(instance.key)
+    carried = carried_s(moving.view, going.instance, moving.now)
     targets = []
     for room in moving.rooms(going, server, count):
-        seconds = room.estimate.seconds + resume + release
+        seconds = room.estimate.seconds + carried
         if seconds < within:
             targets.append(Target(room.server.name, _taken(going.need, room.server, kinds), seconds))
     return tuple(targets)
+
+
+def carried_s(view: View, instance: Instance, now: float) -> float:
+    """Until its calls go on at another one, which is ready, and it has given back what it held."""
+    model = view.model_of(instance.key)
+    resume = view.learned.resume_s(model.digest if model is not None else "", instance.tokens(now))
+    return resume + view.learned.release_s(instance.key)
 
 
 def _taken(need: Need, server: Server, kinds: _Kinds) -> Amounts:

@@ -91,8 +91,12 @@ class Estimate(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What was expected when a start was not made at once: ``what`` (wait, evict, migrate) was decided ``at`` that
-    time, for an instance that would be ready ``seconds`` later."""
+    time, for an instance that would be ready ``seconds`` later (None: by a policy that does not ask)."""
 
     what: str
     at: float
-    seconds: float
+    seconds: float | None
+    why: str = ""
+    """The decision's words."""
+    instances: tuple[str, ...] = ()
+    """Whose places it takes, where the words do not name them."""
