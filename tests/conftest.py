@@ -3,13 +3,12 @@
 import gc
 import os
 import signal
-from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.fixtures.examples import ALL, SHARE
+from tests.fixtures.needs import NEEDS, need
 from tests.leaks import (  # noqa: F401 - a fixture or hook is used by being here
     no_task_left,
     nothing_left_by_module,
@@ -44,39 +43,8 @@ settings.register_profile("explore", deadline=None, print_blob=True, max_example
 settings.load_profile("sllm")
 
 
-@cache
-def why_no_gpu() -> str | None:
-    """Why tests marked `gpu` cannot run here, or None where they can."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return "no NVIDIA device in /dev"
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} cannot use the GPU of this machine"
-    # The context of a process and its descriptors stay until it ends: no test is the one that leaves them.
-    torch.zeros(1, device="cuda")
-    return None
-
-
-@cache
-def why_no_container() -> str | None:
-    """Why tests marked `container` cannot run here, or None where they can: a container is run to find out."""
-    from sllm_invoker.containers import probe
-
-    return probe.why_not()
-
-
-NEEDS = {"gpu": why_no_gpu, "container": why_no_container}
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, with the reason, what this machine cannot run; SLLM_TEST_REQUIRE=gpu,container fails it instead."""
-    required = os.environ.get("SLLM_TEST_REQUIRE", "").split(",")
-    for need, why_not in NEEDS.items():
-        if item.get_closest_marker(need) is None:
-            continue
-        reason = why_not()
-        if reason and need in required:
-            pytest.fail(f"needs a {need}: {reason}", pytrace=False)
-        if reason:
-            pytest.skip(f"needs a {need}: {reason}")
+    for name in NEEDS:
+        if item.get_closest_marker(name) is not None:
+            need(name)

@@ -46,9 +46,10 @@ def _user_pids() -> list[str]:
     return [name for name in os.listdir("/proc") if name.isdigit()]
 
 
-# What was there before the tests (kernel threads, other people's processes) can be no descendant of theirs.
+# What was there before the tests (kernel threads, other people's processes) can be no descendant of theirs. Once one
+# has gone its number may be a descendant's.
 _FAMILY = {str(os.getpid()), str(os.getppid())}
-_STRANGERS = frozenset(_user_pids()) - _FAMILY if reaper.ON_LINUX else frozenset()
+_STRANGERS = set(_user_pids()) - _FAMILY if reaper.ON_LINUX else set()
 
 
 def processes() -> dict[str, Thing]:
@@ -60,7 +61,9 @@ def processes() -> dict[str, Thing]:
 def _stats() -> dict[int, tuple[int, str]]:
     """Process id -> parent's id, identity; without what was there before the tests."""
     stats: dict[int, tuple[int, str]] = {}
-    for name in _user_pids() if reaper.ON_LINUX else ():
+    names = _user_pids() if reaper.ON_LINUX else []
+    _STRANGERS.intersection_update(names)
+    for name in names:
         if name in _STRANGERS:
             continue
         try:
@@ -120,11 +123,13 @@ def _in_use_by_strangers(path: str) -> bool:
 
 
 def descriptors() -> dict[str, Thing]:
-    """Open file descriptors of the test process."""
+    """Open file descriptors of the test process, by number and by what is open: one that is closed gives its number to
+    the next one."""
     found = {}
     for name in os.listdir("/proc/self/fd") if reaper.ON_LINUX else ():
         try:
-            found[name] = Thing(os.readlink(f"/proc/self/fd/{name}"))
+            there = os.fstat(int(name))
+            found[f"{name} of {there.st_dev}:{there.st_ino}"] = Thing(os.readlink(f"/proc/self/fd/{name}"))
         except OSError:
             continue  # the one that listed the folder
     return found

@@ -16,7 +16,8 @@ from sllm import Client, Function
 from tests.fixtures import command
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import SLLM, Done, document
-from tests.fixtures.deployed import wait
+from tests.fixtures.deployed import deploy, wait
+from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,42 @@ def test_the_life_of_a_function(cluster: Cluster) -> None:
     assert document(here(cluster, "node", "list", "--json"))["nodes"][0]["alive"] is True
     assert document(here(cluster, "fn", "delete", "echo", "--json"))["deleted"] is True
     assert here(cluster, "fn", "describe", "echo").returncode == 3
+
+
+def test_what_runs_is_shown_while_it_runs(cluster: Cluster, coder: Path, tmp_path: Path) -> None:
+    """By `sllm top`, `call list` and `explain`, of what the platform really counts and tells."""
+    pace = tmp_path / "pace"
+    pace.write_text("all 0.05")
+    deploy(cluster, "flowing_coder", name="coder", model=str(coder / "model"), keep_alive=300)
+    with Stream(cluster, "coder", {"max_tokens": 2000, "pace": str(pace)}) as stream:
+        values = stream.values()
+        assert next(values)
+        seen: list[dict[str, Any]] = []
+
+        def flows() -> bool:
+            seen.append(document(here(cluster, "top", "--once", "--json")))
+            return bool(seen[-1]["rates"].get("tokens coder"))
+
+        wait(flows, lambda: f"tokens come: {seen[-1]}")
+        told = seen[-1]
+        assert told["counts"]["tokens coder"] > 0
+        assert [(each["node"], each["alive"]) for each in told["nodes"]] == [("n1", True)]
+        (instance,) = next(each for each in told["functions"] if each["name"] == "coder")["instances"]
+        assert (instance["state"], instance["node"]) == ("READY", "n1")
+        (call,) = document(here(cluster, "call", "list", "--function", "coder", "--json"))["calls"]
+        assert (call["id"], call["state"], call["kept"]) == (stream.call, "RUNNING", False)
+        assert call["instance"] == instance["instance"]
+        assert call["tokens"] > 0
+        explained = document(here(cluster, "explain", stream.call, "--json"))
+        assert (explained["call"], explained["state"]) == (stream.call, "RUNNING")
+        assert [each["instance"] for each in explained["starts"]] == [explained["instance"]] == [call["instance"]]
+        for words, shown in ((("top",), "1 READY"), (("call", "list"), stream.call), (("explain", "coder"), "n1")):
+            assert shown in here(cluster, *words).stdout, words
+        document(here(cluster, "call", "cancel", stream.call, "--json"))
+        assert stream.error is None
+        list(values)
+        assert stream.error is not None
+        assert stream.error["code"] == "cancelled"
 
 
 def test_what_a_function_raises_is_in_its_log(cluster: Cluster) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, live, wait, wait_cold
+from tests.fixtures.deployed import deploy, events, live, view, wait, wait_cold, worker_of
 from tests.fixtures.leading import term
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
@@ -71,6 +71,40 @@ def test_the_standby_takes_over_under_a_stream_and_the_old_one_changes_nothing(
     cluster.wait_restarted(before.controller, old)
     assert live(cluster, "slow-stream") == [instance]
     assert cluster.http.post("/fn/cold", json={"text": "b"}).json() == "B"
+
+
+def test_a_leader_that_wakes_with_much_to_do_does_none_of_it(cluster: Cluster) -> None:
+    """To it one function lacks the instance that it has to have, and what the new one started for both is nobody's: it
+    would start one and end two."""
+    names = ("least", "slow-stream")
+    deploy(cluster, "kinds::awaited", name="least", min_instances=1)
+    before = term(cluster)
+    old = cluster.pid(before.controller)
+    was = {name: live(cluster, name) for name in names}
+    os.kill(old, signal.SIGSTOP)
+    try:
+        wait(lambda: term(cluster).term > before.term, "another one is elected")
+        for name in names:
+            os.kill(worker_of(cluster, name), signal.SIGKILL)
+        wait(lambda: ready(cluster, "least") - {*was["least"]}, "the new one starts what has to be there")
+        assert cluster.http.post("/fn/slow-stream", json={"count": 1}).json() == [0]
+        now = {name: ready(cluster, name) for name in names}
+        there = {name: worker_of(cluster, name) for name in names}
+        started = {name: len(events(cluster, name, "instance.starting")) for name in names}
+    finally:
+        os.kill(old, signal.SIGCONT)
+    cluster.wait_restarted(before.controller, old)
+    assert term(cluster).controller != before.controller
+    assert cluster.http.post("/fn/least", json={"text": "a"}).json() == "A"
+    assert cluster.http.post("/fn/slow-stream", json={"count": 1}).json() == [0]
+    for name in names:
+        assert {*live(cluster, name)} == now[name] == ready(cluster, name), name
+        assert worker_of(cluster, name) == there[name], name
+        assert len(events(cluster, name, "instance.starting")) == started[name], name
+
+
+def ready(cluster: Cluster, name: str) -> set[str]:
+    return {instance.instance for instance in view(cluster, name).instances if instance.state == "READY"}
 
 
 def test_whatever_is_asked_while_the_leader_changes_is_waited_for_and_done(cluster: Cluster) -> None:

@@ -22,6 +22,8 @@ from tests.fixtures.waiting import GIVE_UP_S
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 240
 KEEP_ALIVE = re.compile(r'keep_alive="\d+s"')
+ROW = r"│ {} +│ +([0-9.]+|-) +│ +([0-9.]+|-) +│"
+START = ("sandbox", "import", "weights", "setup")
 
 
 @pytest.fixture
@@ -42,12 +44,17 @@ def checkout(tree: Path, coder: Path) -> Path:
     for name in ("demo.py", "main_job.py"):
         shutil.copy(ROOT / "tools" / name, tree / "tools")
     shutil.copytree(coder, tree / "functions" / "coder")
+    (tree / "tmp").mkdir()
+    keep(tree, 1)
+    return tree
+
+
+def keep(tree: Path, seconds: int) -> None:
+    """For so long after its last call."""
     function = tree / "functions" / "coder" / "function.py"
-    text, changed = KEEP_ALIVE.subn('keep_alive="1s"', function.read_text())
+    text, changed = KEEP_ALIVE.subn(f'keep_alive="{seconds}s"', function.read_text())
     assert changed == 1
     function.write_text(text)
-    (tree / "tmp").mkdir()
-    return tree
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -110,27 +117,36 @@ def nothing_left(tree: Path) -> None:
 
 
 def test_the_whole_demo(tree: Path) -> None:
+    for patience in (1, 10, 40):
+        keep(tree, patience)
+        printed = whole_demo(tree)
+        rows = {stage: re.search(ROW.format(stage), printed) for stage in START}
+        for found in rows.values():
+            assert found, printed
+            assert found.group(1) != "-", "the cold call"
+        if all(found and found.group(2) == "-" for found in rows.values()):
+            return  # where the machine stands still the warm call may come when the function is held no more
+    pytest.fail(f"no call was warm: {printed}")
+
+
+def whole_demo(tree: Path) -> str:
+    """To its end; what it printed."""
     with demo(tree) as running:
         running.until("cold call")
         family = running.family()
         assert running.end() == 0, running.printed
     printed = running.printed
     assert printed.index("cold call") < printed.index("warm call") < printed.index("Where the time went")
-    row = r"│ {} +│ +([0-9.]+|-) +│ +([0-9.]+|-) +│"
     for stage in ("queue", "first_token", "tokens", "first token at the client"):
-        found = re.search(row.format(stage), printed)
+        found = re.search(ROW.format(stage), printed)
         assert found, printed
         assert "-" not in found.groups(), "both calls have it"
-    for stage in ("sandbox", "import", "weights", "setup"):
-        found = re.search(row.format(stage), printed)
-        assert found, printed
-        assert found.group(1) != "-", "the cold call"
-        assert found.group(2) == "-", "the warm call"
     assert "curl -N http://127.0.0.1:" in printed
     assert "from openai import OpenAI" in printed
     assert printed.rstrip().endswith("everything is stopped")
     wait_gone(family)
     nothing_left(tree)
+    return printed
 
 
 def test_it_can_leave_the_platform_up_and_its_lines_work(quick: Path) -> None:

@@ -30,14 +30,14 @@ from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
-PROMPT = {"prompt": "def ", "max_tokens": 150}
+PROMPT: dict[str, Any] = {"prompt": "def ", "max_tokens": 150, "at": 120}
 
 
 @pytest.fixture(scope="module")
 def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform")) as running:
         deploy(running, "slow_stream", concurrency=8, keep_alive=300)
-        deploy(running, str(coder / "function.py"), name="coder", keep_alive=300)
+        deploy(running, "gated_coder::fn", name="coder", model=str(coder / "model"), keep_alive=300)
         yield running
 
 
@@ -45,7 +45,7 @@ def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def ready(cluster: Cluster) -> Cluster:
     """The platform serves, and both functions have an instance."""
     wait(lambda: works(cluster, "slow-stream", {"count": 1}), "slow-stream answers")
-    wait(lambda: works(cluster, "coder", {"max_tokens": 1}), "coder answers")
+    wait(lambda: works(cluster, "coder", {"gate": "", "max_tokens": 1}), "coder answers")
     return cluster
 
 
@@ -60,11 +60,13 @@ def read(cluster: Cluster, name: str, arguments: dict[str, Any]) -> tuple[list[A
 
 
 @pytest.fixture(scope="module")
-def text(cluster: Cluster) -> list[str]:
+def text(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The pieces that ``coder`` gives for PROMPT when nothing goes wrong."""
-    values, stream = read(cluster, "coder", PROMPT)
+    gate = tmp_path_factory.mktemp("open") / "gate"
+    gate.touch()
+    values, stream = read(cluster, "coder", {**PROMPT, "gate": str(gate)})
     assert stream.done
-    assert len(values) > 50
+    assert len(values) > PROMPT["at"]
     return values
 
 
@@ -223,17 +225,19 @@ def test_processes_of_a_function_end_with_its_instance(ready: Cluster) -> None:
 
 
 # --- daemons --------------------------------------------------------------------------------------
-def streams_through(cluster: Cluster, text: list[str], fault: Callable[[], object]) -> None:
-    """Six paced streams and two of the engine, begun before ``fault`` and read to their right end."""
+def streams_through(cluster: Cluster, text: list[str], gate: Path, fault: Callable[[], object]) -> None:
+    """Six paced streams and two of the engine, begun before ``fault`` and read to their right end: none can end
+    before ``gate`` is there."""
     with ThreadPoolExecutor(8) as pool:
         futures: list[tuple[Future[tuple[list[Any], Stream]], list[Any]]] = []
-        paced = {"count": 100, "pause": 0.02}
+        paced = {"count": 100, "pause": 0.02, "gate": str(gate), "at": 90}
         for _ in range(6):
             futures.append((pool.submit(read, cluster, "slow-stream", paced), list(range(100))))
         for _ in range(2):
-            futures.append((pool.submit(read, cluster, "coder", PROMPT), text))
+            futures.append((pool.submit(read, cluster, "coder", {**PROMPT, "gate": str(gate)}), text))
         wait(lambda: in_hand(cluster) == 8, "eight calls run")
         fault()
+        gate.touch()
         for future, right in futures:
             values, stream = future.result(GIVE_UP_S)
             assert stream.error is None
@@ -242,10 +246,10 @@ def streams_through(cluster: Cluster, text: list[str], fault: Callable[[], objec
             assert stream.ids == list(range(len(right)))
 
 
-def test_nats_killed_in_mid_stream(ready: Cluster, text: list[str]) -> None:
+def test_nats_killed_in_mid_stream(ready: Cluster, text: list[str], tmp_path: Path) -> None:
     """No token is lost or repeated, and none of the streams ends early."""
     old: list[int] = []
-    streams_through(ready, text, lambda: old.append(ready.kill("nats")))
+    streams_through(ready, text, tmp_path / "gate", lambda: old.append(ready.kill("nats")))
     ready.wait_restarted("nats", old[0])
     wait(lambda: works(ready, "slow-stream", {"count": 1}), "calls work again")
     deploy(ready, "kinds::awaited", name="after-nats")
@@ -264,7 +268,7 @@ def test_nats_killed_while_calls_wait_and_begin(ready: Cluster) -> None:
     ready.wait_restarted("nats", old)
 
 
-def test_controller_killed_in_mid_stream(ready: Cluster, text: list[str]) -> None:
+def test_controller_killed_in_mid_stream(ready: Cluster, text: list[str], tmp_path: Path) -> None:
     """Streams and warm functions do not notice; a cold function starts once it is back."""
     deploy(ready, "kinds::awaited", name="cold", keep_alive=0)
     wait_cold(ready, "cold")
@@ -274,20 +278,20 @@ def test_controller_killed_in_mid_stream(ready: Cluster, text: list[str]) -> Non
         old.append(ready.kill("controller"))
         assert works(ready, "slow-stream", {"count": 1, "pause": 0}), "a warm function needs no controller"
 
-    streams_through(ready, text, fault)
+    streams_through(ready, text, tmp_path / "gate", fault)
     ready.wait_restarted("controller", old[0])
     assert ready.http.post("/fn/cold", json={"text": "a"}).json() == "A"
     assert len(live(ready, "slow-stream")) == 1, "the new controller knows the instance of the old one"
 
 
-def test_loaderd_killed_in_mid_stream(ready: Cluster, text: list[str]) -> None:
+def test_loaderd_killed_in_mid_stream(ready: Cluster, text: list[str], tmp_path: Path) -> None:
     """Running instances keep their weights; the next start waits for it to be back."""
-    old: list[int] = []
-    streams_through(ready, text, lambda: old.append(ready.kill("loaderd")))
+    old, gate = list[int](), tmp_path / "gate"
+    streams_through(ready, text, gate, lambda: old.append(ready.kill("loaderd")))
     ready.wait_restarted("loaderd", old[0])
     os.kill(worker_of(ready, "coder"), signal.SIGKILL)
-    wait(lambda: works(ready, "coder", {"max_tokens": 1}), "a new instance has loaded its weights")
-    assert read(ready, "coder", PROMPT)[0] == text
+    wait(lambda: works(ready, "coder", {"gate": "", "max_tokens": 1}), "a new instance has loaded its weights")
+    assert read(ready, "coder", {**PROMPT, "gate": str(gate)})[0] == text
 
 
 def test_invoker_killed_in_mid_stream(ready: Cluster) -> None:
@@ -353,7 +357,7 @@ def test_a_gateway_that_hangs_holds_no_slot_for_ever(ready: Cluster, tmp_path: P
 
 
 @pytest.mark.parametrize("component", ["nats", "invoker"])
-def test_a_pause_is_no_loss(ready: Cluster, text: list[str], component: str) -> None:
+def test_a_pause_is_no_loss(ready: Cluster, text: list[str], tmp_path: Path, component: str) -> None:
     """A process that stands still for two seconds costs those seconds and nothing else."""
     pid = ready.pid(component)
 
@@ -361,7 +365,7 @@ def test_a_pause_is_no_loss(ready: Cluster, text: list[str], component: str) -> 
         with suspended(pid):
             time.sleep(2.0)  # the fault itself, not a wait for something
 
-    streams_through(ready, text, fault)
+    streams_through(ready, text, tmp_path / "gate", fault)
     assert ready.pid(component) == pid
 
 

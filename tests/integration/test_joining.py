@@ -55,22 +55,30 @@ def joined(directory: Path, env: dict[str, str]) -> Iterator[tuple[subprocess.Po
 def machine(directory: Path, tls: Path, url: str, credentials: Path) -> dict[str, str]:
     """The environment of a machine of the pool: its file as terraform renders it, where terraform is there, what the
     machine adds for itself at its boot, and this test's own access to NATS, which demands certificates of clients."""
-    variables = {
-        "home": str(directory / "node-home"),
-        "nats_url": url,
-        "nats_ca": str(tls / "ca.pem"),
-        "nats_creds": str(credentials),
-        "node_drain_s": 90,
-        "settings": {"SLLM_CUDA_DEVICES": "", "SLLM_POOL_BYTES": "268435456"},
-    }
-    if why_no_terraform() is None:
-        text = render(directory / "terraform", "modules/gpu_pool/templates/node.env.tftpl", **variables)
-    else:
-        named = ("home", "nats_url", "nats_ca", "nats_creds")
-        text = "".join(f"SLLM_{name.upper()}={variables[name]}\n" for name in named)
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    home = str(directory / "node-home")
+    named = {"home": home, "nats_url": url, "nats_ca": str(tls / "ca.pem"), "nats_creds": str(credentials)}
+    found = rendered(directory / "terraform", named) if why_no_terraform() is None else by_hand(named)
     own = {"SLLM_NODE": NODE, "SLLM_LABELS": "pool=chat", "SLLM_NATS_CERT": str(tls / "client.pem")}
-    return dict(line.split("=", 1) for line in lines) | own | {"SLLM_NATS_KEY": str(tls / "client.key")}
+    return found | own | {"SLLM_NATS_KEY": str(tls / "client.key")}
+
+
+def rendered(home: Path, named: dict[str, str]) -> dict[str, str]:
+    """By terraform: what the template makes of them."""
+    settings = {"SLLM_CUDA_DEVICES": "", "SLLM_POOL_BYTES": "268435456"}
+    template = "modules/gpu_pool/templates/node.env.tftpl"
+    text = render(home, template, **named, node_drain_s=90, settings=settings)
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+def by_hand(named: dict[str, str]) -> dict[str, str]:
+    return {f"SLLM_{name.upper()}": value for name, value in named.items()}
+
+
+@pytest.mark.terraform
+def test_a_machines_file_says_what_is_written_by_hand_where_there_is_no_terraform(tmp_path: Path) -> None:
+    named = {"home": "/h", "nats_url": "tls://n:4222", "nats_ca": "/h/ca.pem", "nats_creds": "/h/node.creds"}
+    assert by_hand(named).items() <= rendered(tmp_path, named).items()
 
 
 @pytest.fixture(scope="module")

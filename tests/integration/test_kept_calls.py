@@ -18,27 +18,38 @@ from sllm_runtime.protocol.http import API, ExplainView
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.kept import begin, first_events, read_on
+from tests.fixtures.moving import AT, whole
 from tests.fixtures.streams import Stream
 from tests.fixtures.suspended import suspended
 
 pytestmark = pytest.mark.chaos
 ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
-SEEN = 20
+SEEN = AT - 4
 """Values that the caller of a stream has read when its gateway is gone."""
 
 
 @pytest.fixture(scope="module")
 def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform"), gateways=2) as running:
-        deploy(running, str(coder / "function.py"), name="coder", keep_alive=300)
+        deploy(running, "gated_coder::fn", name="coder", model=str(coder / "model"), keep_alive=300)
         yield running
 
 
 @pytest.fixture(scope="module")
-def text(cluster: Cluster) -> list[str]:
+def text(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The pieces that ASK gives when nothing goes wrong."""
-    with Stream(cluster, "coder", ASK) as stream:
-        return list(stream.values())
+    return whole(cluster, tmp_path_factory.mktemp("open") / "gate", **ASK)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """Where the calls of a test wait, AT pieces on, until it is there."""
+    return tmp_path / "gate"
+
+
+def gated(gate: Path) -> dict[str, Any]:
+    """ASK, which cannot be over before ``gate`` is there."""
+    return {**ASK, "gate": str(gate), "at": AT}
 
 
 def status(cluster: Cluster, call: str) -> dict[str, Any]:
@@ -58,9 +69,10 @@ def first_values(stream: Stream) -> list[Any]:
     return [next(values) for _ in range(SEEN)]
 
 
-def test_one_that_has_ended_is_explained_at_every_gateway(cluster: Cluster, text: list[str]) -> None:
+def test_one_that_has_ended_is_explained_at_every_gateway(cluster: Cluster, text: list[str], gate: Path) -> None:
     """Where its instance was started, what each node would have cost then, and what it took in the end."""
-    with Stream(cluster, "coder", ASK) as stream:
+    gate.touch()
+    with Stream(cluster, "coder", gated(gate)) as stream:
         assert list(stream.values()) == text
     for url in cluster.document["urls"]:
         answer = cluster.http.get(f"{url}{API}/explain/{stream.call}")
@@ -74,12 +86,13 @@ def test_one_that_has_ended_is_explained_at_every_gateway(cluster: Cluster, text
         assert "first_token=" in told.timeline
 
 
-def test_its_gateway_is_killed(cluster: Cluster, text: list[str]) -> None:
+def test_its_gateway_is_killed(cluster: Cluster, text: list[str], gate: Path) -> None:
     """It goes on from its tokens in the next life of that gateway, and is read from any place on."""
-    call = begin(cluster, "coder", ASK)
+    call = begin(cluster, "coder", gated(gate))
     first_events(cluster, call, 1)
     old = cluster.kill("gateway")
     cluster.wait_restarted("gateway", old)
+    gate.touch()
     done = ended(cluster, call)
     assert (done["state"], done["error"]) == ("SUCCEEDED", None)
     assert done["result"] == text
@@ -90,11 +103,12 @@ def test_its_gateway_is_killed(cluster: Cluster, text: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_outlives_its_gateway(cluster: Cluster, text: list[str]) -> None:
-    with Stream(cluster, "coder", ASK) as stream:
+def test_a_stream_outlives_its_gateway(cluster: Cluster, text: list[str], gate: Path) -> None:
+    with Stream(cluster, "coder", gated(gate)) as stream:
         seen = first_values(stream)
         old = cluster.kill("gateway")
         seen += list(stream.values())
+        gate.touch()
         assert stream.broken, (stream.error, stream.done)
     seen += read_on(cluster, stream.call, len(seen) - 1)
     assert seen == text
@@ -103,12 +117,15 @@ def test_a_stream_outlives_its_gateway(cluster: Cluster, text: list[str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_client_reads_on_by_itself(cluster: Cluster, text: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_reads_on_by_itself(
+    cluster: Cluster, text: list[str], gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its profile names both gateways."""
     monkeypatch.setenv("SLLM_HOME", str(cluster.home))
-    with Client() as client, closing(client.stream("coder", ASK)) as values:
+    with Client() as client, closing(client.stream("coder", gated(gate))) as values:
         seen = [next(values) for _ in range(SEEN)]
         old = cluster.kill("gateway")
+        gate.touch()
         assert seen + list(values) == text
     cluster.wait_restarted("gateway", old)
 
@@ -130,25 +147,24 @@ def test_events_are_followed_past_the_death_of_their_gateway(cluster: Cluster, m
 
 @pytest.mark.slow
 def test_a_client_does_not_notice_that_its_gateway_is_stopped(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, text: list[str], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream is longer than what the gateway waits for; another one goes on with it at once."""
     monkeypatch.setenv("SLLM_HOME", str(cluster.home))
-    ask = ASK | {"max_tokens": 1500}
-    with Stream(cluster, "coder", ask) as stream:
-        text = list(stream.values())
-    with Client() as client, closing(client.stream("coder", ask)) as values:
+    with Client() as client, closing(client.stream("coder", gated(gate))) as values:
         seen = [next(values) for _ in range(SEEN)]
         old = cluster.kill("gateway", signal.SIGTERM)
+        cluster.wait_restarted("gateway", old)
+        gate.touch()
         assert seen + list(values) == text
-    cluster.wait_restarted("gateway", old)
 
 
-def test_a_stream_outlives_a_gateway_that_stands_still(cluster: Cluster, text: list[str]) -> None:
+def test_a_stream_outlives_a_gateway_that_stands_still(cluster: Cluster, text: list[str], gate: Path) -> None:
     """When it runs again it says that it has the stream no more, and nothing else than the other one."""
-    with Stream(cluster, "coder", ASK) as stream:
+    with Stream(cluster, "coder", gated(gate)) as stream:
         seen = first_values(stream)
         with suspended(cluster.pid("gateway-g1")):
+            gate.touch()
             rest = read_on(cluster, stream.call, len(seen) - 1)
             assert seen + rest == text
         late = seen + list(stream.values())
@@ -159,20 +175,22 @@ def test_a_stream_outlives_a_gateway_that_stands_still(cluster: Cluster, text: l
 
 
 @pytest.mark.slow
-def test_a_kept_call_outlives_a_gateway_that_stands_still(cluster: Cluster, text: list[str]) -> None:
-    call = begin(cluster, "coder", ASK)
+def test_a_kept_call_outlives_a_gateway_that_stands_still(cluster: Cluster, text: list[str], gate: Path) -> None:
+    call = begin(cluster, "coder", gated(gate))
     first_events(cluster, call, 1)
     with suspended(cluster.pid("gateway-g1")):
+        gate.touch()
         assert read_on(cluster, call, -1) == text
     assert read_on(cluster, call, 9) == text[10:]
 
 
 @pytest.mark.slow
-def test_everything_is_restarted(cluster: Cluster, text: list[str]) -> None:
-    call = begin(cluster, "coder", ASK)
+def test_everything_is_restarted(cluster: Cluster, text: list[str], gate: Path) -> None:
+    call = begin(cluster, "coder", gated(gate))
     first_events(cluster, call, 1)
     token, port = cluster.token, int(cluster.url.rpartition(":")[2])
     cluster.stop()
+    gate.touch()
     again = Cluster(cluster.home.parent, env={"SLLM_TOKEN": token}, port=port)
     with again:
         done = ended(again, call)

@@ -69,15 +69,19 @@ def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
         deploy(cluster, f"{function}", name="digest", model=f"{url}/b", keep_alive=0)
         wait_cold(cluster, "digest")
         heard: list[str] = []
+        calls: list[str] = []
 
         def call_b() -> None:
             wish(cluster, "n1", "uncordon")
             with Stream(cluster, "digest") as stream:
+                calls.append(stream.call)
                 heard.extend(stream.values())
 
         pieces = read_while(cluster, tmp_path / "gate", call_b)
         assert heard == [(models / "digest").read_text()]
         assert moved(cluster) == 1
+        told = cluster.http.get(f"{API}/explain/{calls[0]}").json()
+        assert ", after running calls had been moved for it: makes room on n2 by moving coder-1-" in told["decision"]
         started = [
             (event["node"], event["fields"].get("tier")) for event in events(cluster, "digest", "instance.ready")
         ]

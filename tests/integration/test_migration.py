@@ -50,8 +50,8 @@ def test_sllm_migrate_moves_a_running_call(cluster: Cluster, text: list[str], tm
 
 
 def completion(cluster: Cluster, more: dict[str, Any]) -> dict[str, Any]:
-    body = {"model": "coder", "prompt": "def ", "max_tokens": 400, "temperature": 0.7, "seed": 3, "ignore_eos": True}
-    answer = cluster.http.post("/v1/completions", json={**body, **more}, timeout=GIVE_UP_S)
+    body = {"model": "coder", "prompt": "def ", "max_tokens": 600, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    answer = cluster.http.post("/v1/completions", json={**body, **more}, timeout=2 * GIVE_UP_S)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -76,7 +76,7 @@ def test_all_calls_of_an_instance_move_whatever_they_carry(cluster: Cluster, tex
             calls.update({name: pool.submit(completion, cluster, more) for name, more in KINDS.items()})
 
         def results() -> dict[str, dict[str, Any]]:
-            return {name: call.result(GIVE_UP_S) for name, call in calls.items()}
+            return {name: call.result(2 * GIVE_UP_S) for name, call in calls.items()}
 
         begin()
         right = results()

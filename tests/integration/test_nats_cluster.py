@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from nats.js.manager import JetStreamManager
 
-from benchmarks.chaos_client import YOUNG, Reader, Told
+from benchmarks.chaos_client import Reader, Told
 from benchmarks.heard import Heard
 from benchmarks.nats_cluster import NatsCluster
 from sllm.client import Client
@@ -26,15 +27,34 @@ from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.lives import Gone, Log
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_log
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, wait_cold
+from tests.fixtures.deployed import deploy, wait, wait_cold
 from tests.fixtures.streams import Stream
 from tests.fixtures.suspended import suspended
 
 CODER = Path(__file__).parents[2] / "functions" / "coder"
 ASK = {"prompt": "class Parser", "max_tokens": 200, "temperature": 0.8, "seed": 7}
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = pytest.mark.chaos
 
 
+def test_a_stream_and_a_cold_start_outlive_the_leader_of_the_state(tmp_path: Path) -> None:
+    with NatsCluster(tmp_path / "nats") as nats, Cluster(tmp_path, env=nats.env, controllers=2) as cluster:
+        deploy(cluster, "slow_stream", keep_alive=300)
+        deploy(cluster, "kinds::awaited", name="cold", keep_alive=0)
+        wait_cold(cluster, "cold")
+        victim, gate = nats.leader(), tmp_path / "gate"
+        with Stream(cluster, "slow-stream", {"count": 100, "pause": 0.02, "gate": str(gate), "at": 90}) as stream:
+            values = stream.values()
+            assert next(values) == 0
+            nats.kill(victim)
+            assert cluster.http.post("/fn/cold", json={"text": "a"}).json() == "A"
+            wait(lambda: nats.leader() != victim, "another server leads")
+            assert cluster.http.post("/fn/cold", json={"text": "b"}).json() == "B"
+            gate.touch()
+            assert list(values) == list(range(1, 100))
+            assert stream.done
+
+
+@pytest.mark.slow
 def test_the_leader_of_the_state_is_killed(tmp_path: Path) -> None:
     """A stream does not notice; a cold start and a deployment wait, and go on; a kept call keeps its answer."""
     with NatsCluster(tmp_path / "nats") as nats, Cluster(tmp_path, env=nats.env, controllers=2) as cluster:
@@ -60,6 +80,7 @@ def test_the_leader_of_the_state_is_killed(tmp_path: Path) -> None:
         assert cluster.http.post("/fn/later", json={"text": "b"}).json() == "B"
 
 
+@pytest.mark.slow
 async def test_a_cluster_is_waited_for_until_it_has_a_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unanswered = asyncio.Event()
     asked = JetStreamManager.account_info
@@ -85,6 +106,7 @@ async def test_a_cluster_is_waited_for_until_it_has_a_leader(tmp_path: Path, mon
         await (await connecting).close()
 
 
+@pytest.mark.slow
 def test_a_stream_outlives_its_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fences hold where three servers agree on each write."""
     with NatsCluster(tmp_path / "nats") as nats, Cluster(tmp_path, env=nats.env, gateways=2) as cluster:
@@ -99,6 +121,7 @@ def test_a_stream_outlives_its_gateway(tmp_path: Path, monkeypatch: pytest.Monke
         cluster.wait_restarted("gateway", old)
 
 
+@pytest.mark.slow
 async def test_what_is_written_is_asked_of_who_leads(tmp_path: Path) -> None:
     """Any other server that has the stream may lag behind: it would say that an acknowledged message is not there."""
     subject, written = life_log("life", 0), Log((Gone("call-1"),))
@@ -125,6 +148,7 @@ async def test_what_is_written_is_asked_of_who_leads(tmp_path: Path) -> None:
         await other.close()
 
 
+@pytest.mark.slow
 def test_a_stream_that_began_without_a_leader_outlives_its_gateway(tmp_path: Path, coder: Path) -> None:
     """Its log could not be stored before its gateway was killed: the other gateway was told of it all the same."""
     with NatsCluster(tmp_path / "nats") as nats:
@@ -139,9 +163,13 @@ def test_a_stream_that_began_without_a_leader_outlives_its_gateway(tmp_path: Pat
             nats.lead(LIVES_STREAM, victim)
             with suspended(nats.pids()[victim]):
                 with Stream(cluster, "coder", ASK, url=first) as stream:
-                    seen = list(itertools.islice(stream.values(), YOUNG))
+                    values, heard = stream.values(), Heard(0)
+                    told = Told(heard, kept=False, call=stream.call)
+                    while told.young:
+                        heard.values.append(next(values))
+                        heard.times.append(time.monotonic())
                     cluster.kill("gateway")
-                told = Told(Heard(0, list(stream.ids), seen), kept=False, call=stream.call)
+                heard.ids += stream.ids
                 Reader([other], cluster.token, "coder", ASK, told, first=0).read()
             assert told.heard.error == "", told
             assert told.heard.values == right

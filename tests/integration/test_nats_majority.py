@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from sllm.sse import Parser
 from sllm_gateway.follow import messages
 from sllm_gateway.journal import Journal
 from sllm_gateway.stored import Stored
+from sllm_runtime.control.lease import SURE_S
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.settings import Settings
@@ -22,7 +24,7 @@ from sllm_runtime.platform.streams import ensure_streams
 from sllm_runtime.protocol.calls import Began, CallOrder, Entry
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, call_entries
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, wait
+from tests.fixtures.deployed import deploy, wait, wait_cold
 from tests.fixtures.kept import begin, first_events
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import until
@@ -123,3 +125,21 @@ def test_a_kept_call_goes_on_when_there_is_a_majority_again(tmp_path: Path, seco
             events = [event for event in Parser().feed(answer.content) if event.comment is None]
             assert events[-1].done, events[-1]
             assert [event.data for event in events[:-1]] == [str(number) for number in range(300)]
+
+
+def test_who_begins_a_cold_stream_sees_that_the_controller_waits(tmp_path: Path) -> None:
+    """And is served once there is a majority again."""
+    asked: dict[str, Any] = {"json": {"text": "a"}, "headers": {"accept": "text/event-stream"}}
+    with NatsCluster(tmp_path / "nats") as nats:
+        env = {**nats.env, "SLLM_NATS_URL": nats.urls[LEADER]}
+        with Cluster(tmp_path, env=env) as cluster, contextlib.ExitStack() as fault:
+            deploy(cluster, "kinds::awaited", name="cold", keep_alive=0)
+            wait_cold(cluster, "cold")
+            with suspended(cluster.pid("controller")):
+                fault.enter_context(without_majority(nats))
+                time.sleep(SURE_S)  # so long the proof holds that it has
+            with cluster.http.stream("POST", "/fn/cold", **asked) as response:
+                lines = response.iter_lines()
+                assert any("cannot know whether it still leads" in line for line in lines)
+                fault.close()
+                assert 'data: "A"' in lines

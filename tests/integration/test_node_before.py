@@ -20,13 +20,13 @@ from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import QUICK, Cluster
 from tests.fixtures.deployed import deploy, wait, worker_of
 from tests.fixtures.existing_nats import server
+from tests.fixtures.moving import AT
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
 BEFORE = "feff89b"
 """The commit that is the version before: the first whose machines join a cluster by themselves."""
 PARTS = ("runtime", "invoker", "loaderd", "gateway", "sdk")
-AT = 24
 
 
 def interpreter(directory: Path) -> Path:

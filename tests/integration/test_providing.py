@@ -11,6 +11,7 @@ from sllm_runtime.platform.spawned import Spawned, spawned
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, wait
+from tests.fixtures.moving import AT, moved
 from tests.fixtures.streams import Stream
 
 POOL = {
@@ -23,20 +24,10 @@ POOL = {
 }
 
 
-AT = 24
-"""Pieces after which a call waits for its gate, wherever it runs."""
-
-
 def the_node(cluster: Cluster) -> Spawned:
     """The one that is not about to go."""
     (node,) = [each for each in spawned(cluster.data / "pool").values() if each.ending is None]
     return node
-
-
-def moved(cluster: Cluster) -> float:
-    """Calls that have moved while they ran."""
-    lines = cluster.http.get("/metrics").text.split("\n")
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("sllm_calls_moved_total{"))
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_the_tour(tour: dict[str, str]) -> None:
     assert "stopped http://127.0.0.1:" in said(tour, "sllm down")
 
 
-@pytest.mark.skipif(CURL is None, reason="curl is not installed: its two lines of the tour cannot run")
+@pytest.mark.curl
 def test_the_tours_http_lines(tour: dict[str, str]) -> None:
     streamed = said(tour, 'curl -sN "$SLLM_URL/fn/coder"')
     assert streamed.count("\nid: ") + streamed.startswith("id: ") > 3

@@ -39,11 +39,11 @@ def text(cluster: Cluster) -> list[str]:
 
 
 def read_with(
-    cluster: Cluster, faults: dict[int, Callable[[], object]], ask: dict[str, Any] = ASK
+    cluster: Cluster, faults: dict[int, Callable[[], object]], ask: dict[str, Any] = ASK, name: str = "coder"
 ) -> tuple[list[str], Stream]:
     """What ``ask`` gives, each fault striking when so many pieces are here."""
     pieces: list[str] = []
-    with Stream(cluster, "coder", ask) as stream:
+    with Stream(cluster, name, ask) as stream:
         for piece in stream.values():
             pieces.append(piece)
             if len(pieces) in faults:
@@ -142,15 +142,20 @@ def test_openai_routes_go_on_too(cluster: Cluster) -> None:
         assert last["usage"][field] == right["usage"][field]
 
 
-def test_all_calls_of_an_instance_go_on(cluster: Cluster, text: list[str]) -> None:
-    """Six streams, and one that is not streamed, with a penalty over what it said before."""
-    penalised = {"max_tokens": 150, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 2}
+def test_all_calls_of_an_instance_go_on(cluster: Cluster, coder: Path, text: list[str], tmp_path: Path) -> None:
+    """Six streams, which cannot end before they may, and one that is not streamed, with a penalty over what it said
+    before."""
+    deploy(cluster, "gated_coder::fn", name="gated", model=str(coder / "model"), keep_alive=300)
+    gate = tmp_path / "gate"
+    ask = {**ASK, "gate": str(gate), "at": 100}
+    penalised = {"max_tokens": 600, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 2, "model": "gated"}
     right = completion(cluster, **penalised)
     with ThreadPoolExecutor(7) as pool:
-        streams = [pool.submit(read_with, cluster, {}) for _ in range(6)]
+        streams = [pool.submit(read_with, cluster, {}, ask, "gated") for _ in range(6)]
         whole = pool.submit(completion, cluster, **penalised)
         wait(lambda: "sllm_calls_open 7.0" in cluster.http.get("/metrics").text, "seven calls run")
-        kill_worker(cluster)
+        os.kill(worker_of(cluster, "gated"), signal.SIGKILL)
+        gate.touch()
         for future in streams:
             pieces, stream = future.result(GIVE_UP_S)
             assert pieces == text

@@ -24,7 +24,7 @@ from sllm_runtime.protocol.ctl import Listing, NodeList
 from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.subjects import ctl
 from tests.fixtures.cluster import QUICK, STOP_S, Cluster
-from tests.fixtures.deployed import descendants, wait_gone
+from tests.fixtures.deployed import descendants, wait, wait_gone
 from tests.fixtures.suspended import suspend
 from tests.fixtures.waiting import GIVE_UP_S, until
 
@@ -241,7 +241,14 @@ def test_a_component_that_is_killed_is_started_again(platform: Cluster, componen
     }
     assert after[next(name for name in before if before[name] == old)] == new
     wait_alive(platform, {"n1"})
-    asyncio.run(until(lambda: httpx.get(f"{platform.url}/readyz").status_code == 200, what="readyz"))
+    wait(lambda: serves(platform.url), "readyz")
+
+
+def serves(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def wait_alive(cluster: Cluster, nodes: set[str]) -> None:

@@ -91,9 +91,41 @@ def test_starts_a_child_of_the_shell(shell):
 def test_is_idle(shell):
     pass
 """
-    done = run_pytest(tmp_path, code)
+    done = run_pytest(tmp_path, code, grace="60")
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize(("scope", "last"), [("module", "test_last_here"), ("session", "test_last_of_all")])
+def test_what_a_wider_fixture_leaves_is_named_when_it_ends(tmp_path: Path, scope: str, last: str) -> None:
+    code = f"""
+@pytest.fixture(scope={scope!r})
+def leaks():
+    {LEAKING["processes"]}
+def test_begins(leaks):
+    pass
+def test_last_here():
+    pass
+"""
+    (tmp_path / "test_later.py").write_text("def test_last_of_all():\n    pass\n")
+    done = run_pytest(tmp_path, code)
+    assert done.returncode == 1
+    assert f"ERROR at teardown of {last} " in done.stdout, done.stdout
+    assert "sleep 600" in done.stdout
+    assert "3 passed, 1 error" in done.stdout
+
+
+def test_a_descriptor_with_the_number_of_one_that_was_closed_is_found(tmp_path: Path) -> None:
+    code = """
+import os
+kept.append(os.open("/dev/zero", os.O_RDONLY))
+def test_opens_another_one():
+    os.close(kept[0])
+    assert os.open("/dev/null", os.O_RDONLY) == kept[0]
+"""
+    done = run_pytest(tmp_path, code)
+    assert done.returncode == 1
+    assert "descriptors: " in done.stdout, done.stdout
 
 
 def test_what_is_just_closing_has_time_to_go(tmp_path: Path) -> None:
