@@ -154,6 +154,15 @@ class Call:
     def version(self) -> Version:
         return self.order.version
 
+    @property
+    def bound_to_numerics(self) -> bool:
+        """Whether its answer has begun, or may have, so that only an instance of the same numerics class goes on with
+        it. In a journal it begins with its first ids: whoever goes on with the call has them."""
+        if self.resumption is None:
+            return False
+        written = self.journaled and self.taken
+        return self.resumption.delivered > 0 or written or (self.inherited and bool(self.numerics))
+
     def go(self, state: CallState) -> None:
         """Move along the table of ``states.CALL``."""
         self.state = check(CALL, self.state, state)

@@ -238,7 +238,7 @@ class Dispatcher:
         self._poll(line)
 
     def _pump(self, line: _Line, now: float) -> None:
-        for call, entry in line.slots.match(now, self._reserved(line)):
+        for call, entry in line.slots.match(now, self._reserved(line), _bound):
             self._place(call, entry, line.slots.came[entry.instance], now)
         self._set_timer(line, now)
 
@@ -370,6 +370,10 @@ class Dispatcher:
         for call in waiting:
             self._fail(call, body.to_error())
         self._drop_if_idle(line)
+
+
+def _bound(call: Call) -> str:
+    return call.numerics if call.bound_to_numerics else ""
 
 
 def _full(version: Version) -> QueueFull:

@@ -45,9 +45,10 @@ class Handover:
     def place(self, call: Call, entry: RouteEntry, came: float, now: float) -> None:
         """Ask the instance of ``entry``, which is there since ``came``, to take the call, under a new epoch."""
         call.due = now
-        if other_numerics(call, entry):
+        if call.bound_to_numerics and call.numerics != entry.fingerprint:  # none of its own lives
             self._dispatcher.release(call, entry.instance)
-            text = f"the instance died, and {entry.instance} computes other bits: the rest would be of another answer"
+            text = f"the instance died, and {entry.instance} computes other bits, or serves another context: the rest"
+            text += " would be of another answer"
             self._ending.fail(call, InstanceLost(f"{text}; call again"))
             return
         if call.numerics and call.numerics != entry.fingerprint:
@@ -129,12 +130,3 @@ class Handover:
         else:
             call.go_on(self._clock())
             self._dispatcher.submit_again(call)
-
-
-def other_numerics(call: Call, entry: RouteEntry) -> bool:
-    """Whether the answer has begun, or may have, on an instance of another numerics class. In a journal it begins with
-    its first ids: whoever goes on with the call has them."""
-    if call.resumption is None or call.numerics == entry.fingerprint:
-        return False
-    written = call.journaled and call.taken
-    return call.resumption.delivered > 0 or written or (call.inherited and bool(call.numerics))

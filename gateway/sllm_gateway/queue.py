@@ -6,7 +6,7 @@ The instance is the judge of its slots. What is counted here is a belief, correc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, TypeVar
@@ -62,23 +62,36 @@ class SlotQueue(Generic[T]):
             return False
         return True
 
-    def match(self, now: float, reserved: Mapping[str, int] = NONE) -> list[tuple[T, RouteEntry]]:
+    def match(
+        self, now: float, reserved: Mapping[str, int] = NONE, bound: Callable[[T], str] = lambda _: ""
+    ) -> list[tuple[T, RouteEntry]]:
         """Give free slots to waiting calls, the least loaded instance first. The slots count as taken. ``reserved``:
-        those that calls from elsewhere are to have, by instance."""
+        those that calls from elsewhere are to have, by instance. ``bound``: the numerics class (``fingerprint``) at
+        which a call has to go on, if any: where instances of it live it waits for one, and others pass it by."""
         matched: list[tuple[T, RouteEntry]] = []
-        while self.waiting and (entry := self._freest(now, reserved)) is not None:
-            self.running[entry.instance] = self.running.get(entry.instance, 0) + 1
-            matched.append((self.waiting.popleft(), entry))
+        passed: list[T] = []
+        while self.waiting:
+            numerics = bound(self.waiting[0])
+            numerics = numerics if numerics and self._lives(numerics) else ""
+            entry = self._freest(now, reserved, numerics)
+            if entry is not None:
+                self.running[entry.instance] = self.running.get(entry.instance, 0) + 1
+                matched.append((self.waiting.popleft(), entry))
+            elif numerics:
+                passed.append(self.waiting.popleft())
+            else:
+                break
+        self.waiting.extendleft(reversed(passed))
         return matched
 
     def free(self, now: float, reserved: Mapping[str, int] = NONE) -> bool:
         """Whether an instance has a slot for one more call. ``reserved`` as for ``match``."""
         return self._freest(now, reserved) is not None
 
-    def _freest(self, now: float, reserved: Mapping[str, int]) -> RouteEntry | None:
+    def _freest(self, now: float, reserved: Mapping[str, int], numerics: str = "") -> RouteEntry | None:
         best, most = None, 0
         for entry in self.entries.values():
-            if entry.moves_to:
+            if entry.moves_to or (numerics and entry.fingerprint != numerics):
                 continue
             free = self._free(entry) - reserved.get(entry.instance, 0)
             if free > most and not self._held(entry.instance, now):
@@ -147,10 +160,14 @@ class SlotQueue(Generic[T]):
     @property
     def living(self) -> int:
         """Instances that will take a waiting call sooner or later."""
-        return sum(
-            not entry.moves_to and (not (hold := self._holds.get(name)) or not hold.gone)
-            for name, entry in self.entries.items()
-        )
+        return sum(map(self._living, self.entries.values()))
+
+    def _living(self, entry: RouteEntry) -> bool:
+        hold = self._holds.get(entry.instance)
+        return not entry.moves_to and (hold is None or not hold.gone)
+
+    def _lives(self, numerics: str) -> bool:
+        return any(entry.fingerprint == numerics and self._living(entry) for entry in self.entries.values())
 
     def next_try(self, now: float) -> float | None:
         """When a held instance may be asked again, if anybody waits for it."""

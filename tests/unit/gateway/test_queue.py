@@ -103,8 +103,8 @@ TestQueue = Machine.TestCase
 TestQueue.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
-def entry(name: str, size: int = 1) -> RouteEntry:
-    return RouteEntry(instance=name, node="n", version=1, concurrency=size)
+def entry(name: str, size: int = 1, fingerprint: str = "") -> RouteEntry:
+    return RouteEntry(instance=name, node="n", version=1, concurrency=size, fingerprint=fingerprint)
 
 
 def test_the_least_loaded_instance_is_taken() -> None:
@@ -161,3 +161,20 @@ def test_gone_instances_are_reported_until_the_route_drops_them() -> None:
     assert not queue.has_room("a"), "a report in flight does not bring it back"
     queue.on_route([], 1.0)
     assert not queue.gone_instances
+
+
+def test_who_is_bound_to_a_class_waits_for_it_while_it_lives() -> None:
+    queue: SlotQueue[str] = SlotQueue()
+    queue.on_route([entry("a", 1, "f"), entry("b", 2, "g"), entry("c", 3, "g")], 0.0)
+
+    def matched() -> list[tuple[str, str]]:
+        return [(call, to.instance) for call, to in queue.match(0.0, bound=lambda call: call[:-1])]
+
+    for call in ("f1", "f2", "1", "f3"):
+        queue.push(call)
+    assert matched() == [("f1", "a"), ("1", "c")], "not at what is freest, and nobody waits behind it"
+    assert list(queue.waiting) == ["f2", "f3"]
+    queue.release("a")
+    assert matched() == [("f2", "a")]
+    queue.gone("a", 0.0)
+    assert matched() == [("f3", "b")], "none of its class lives: whoever it is sent to says so"

@@ -216,6 +216,26 @@ async def test_another_numerics_class_does_not_go_on(nats: Nats) -> None:
         assert "computes other bits" in error["message"]
 
 
+async def test_it_goes_on_at_an_instance_of_its_class_though_others_are_freer(nats: Nats) -> None:
+    async with world(nats) as w:
+        others = [entry("other", fingerprint="g"), entry("same", fingerprint="f", concurrency=1)]
+
+        async def dies(run: Run) -> None:
+            if run.head.recorded:
+                await twenty(run)
+                return
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (0,))))
+            run.out(0)
+            await until(lambda: run.outbox.acked >= 2)
+            await w.deploy(engine("twenty"), *others, script=dies)
+            run.end(InstanceLost("the worker died"))
+
+        await w.deploy(engine("twenty"), entry(fingerprint="f"), script=dies)
+        text = (await w.http.post("/fn/twenty", json={}, headers=SSE)).text
+        assert values(text) == list(range(20))
+        assert [opened.head.instance for opened in w.node.opened] == ["i1", "same"]
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_another_numerics_class_draws_anew_what_nobody_has_seen(nats: Nats, streamed: bool) -> None:
     """Its ids are not mixed with those of the class before, also where it dies in turn."""
