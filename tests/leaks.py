@@ -42,6 +42,9 @@ Found = dict[str, dict[str, Thing]]
 _TMPDIR = Path(reaper.adopt())
 
 
+_STANDARD = range(3)
+
+
 def _user_pids() -> list[str]:
     return [name for name in os.listdir("/proc") if name.isdigit()]
 
@@ -129,7 +132,9 @@ def descriptors() -> dict[str, Thing]:
     for name in os.listdir("/proc/self/fd") if reaper.ON_LINUX else ():
         try:
             there = os.fstat(int(name))
-            found[f"{name} of {there.st_dev}:{there.st_ino}"] = Thing(os.readlink(f"/proc/self/fd/{name}"))
+            # Pytest has others in place of the standard ones while a test runs, and not always where it ends.
+            which = name if int(name) in _STANDARD else f"{name} of {there.st_dev}:{there.st_ino}"
+            found[which] = Thing(os.readlink(f"/proc/self/fd/{name}"))
         except OSError:
             continue  # the one that listed the folder
     return found
