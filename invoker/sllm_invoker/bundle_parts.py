@@ -47,8 +47,10 @@ class BundleReader:
                     failure, tries_itself = Unavailable(error.message), True
                 waited = clock() - began
                 if waited > WITHIN_S:
+                    if itself is not None and (found := await itself) is not None:
+                        return found
                     raise Unavailable(f"no gateway gives bundle {asked.digest}: {failure.message}") from failure
-                if tries_itself and waited >= SOON_S and itself is None:
+                if tries_itself and waited >= SOON_S and (itself is None or itself.done()):
                     itself = asyncio.create_task(self._itself(asked), name=f"bundle {asked.digest}")
                 if (found := await _meanwhile(itself, AGAIN_S)) is not None:
                     return found

@@ -27,6 +27,7 @@ Progress = Callable[[int, int], None]
 PART: Final = 8 * MIB
 THREADS: Final = 8
 _NOTES: Final = ".parts"
+_OLD: Final = ".old"
 KEPT_S: Final = 7 * 24 * 3600.0
 """What was fetched can be used, and an attempt that broke off resumed, for so long."""
 
@@ -34,8 +35,8 @@ KEPT_S: Final = 7 * 24 * 3600.0
 def resolve(source: Source, cache: Path, progress: Progress | None = None, fingerprint: str | None = None) -> Path:
     """The local directory of ``source``'s files: where they stand, or below ``cache``, fetched if need be."""
     target = place_of(cache, source.uri, fingerprint or source.fingerprint())
-    if target.is_dir():
-        os.utime(target)  # it is used: no ``forget_old`` takes it
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(target)  # it is there, and used: no ``forget_old`` takes it
         return target
     if (standing := source.local()) is not None:
         return standing
@@ -60,12 +61,13 @@ def forget(directory: Path, cache: Path) -> None:
 
 def forget_old(cache: Path, now: float) -> None:
     """Remove what was neither added to nor used for KEPT_S: no attempt goes on with it, or its source has changed
-    since. What is being fetched stays."""
+    since. What is being fetched stays. What goes has another name before any of it is removed: nobody finds half."""
     for directory in _fetched(cache).glob("*"):
         with contextlib.suppress(OSError, Conflict), _alone(directory):
             changed = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
             if now - changed > KEPT_S:
-                shutil.rmtree(directory)
+                left = directory.suffix == _OLD  # by an attempt that broke off
+                shutil.rmtree(directory if left else directory.rename(directory.with_name(directory.name + _OLD)))
 
 
 def fetch(source: Source, entries: Iterable[Entry], target: Path, progress: Progress | None = None) -> None:

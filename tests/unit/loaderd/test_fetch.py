@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,26 @@ def test_what_no_attempt_goes_on_with_is_removed(tmp_path: Path) -> None:
     os.close(fd)
     forget_old(tmp_path, 1e9)
     assert list(old.parent.iterdir()) == [new]
+
+
+def test_what_is_removed_is_not_found_by_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = place_of(tmp_path, "http://x", "a")
+    old.mkdir(parents=True)
+    (old / "config.json").write_text("{}")
+    removed: list[Path] = []
+
+    def breaks_off(directory: Path) -> None:
+        removed.append(directory)
+        raise OSError("the machine has gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", breaks_off)
+        forget_old(tmp_path, 1e11)
+    assert not old.exists()
+    (aside,) = removed
+    assert (aside / "config.json").is_file()
+    forget_old(tmp_path, 1e11)
+    assert list(old.parent.iterdir()) == []
 
 
 def test_what_a_conversion_begins_with_stays(server: RangeServer, tmp_path: Path) -> None:

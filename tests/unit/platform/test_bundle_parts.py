@@ -14,7 +14,7 @@ from sllm_invoker import bundle_parts
 from sllm_invoker.bundle_parts import BundleReader
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.errors import NotFound, Unavailable
+from sllm_runtime.protocol.errors import DeadlineExceeded, NotFound, Unavailable
 from sllm_runtime.protocol.node import BundlePart, ReadBundle
 from tests.fixtures.nats import GATEWAY, NODE, NODE_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S
@@ -94,6 +94,35 @@ async def test_a_gateway_that_comes_back_is_heard_while_a_node_finds_out_that_it
             assert await reading == DATA
     finally:
         await parts.close()
+
+
+async def test_what_a_node_reads_for_itself_counts_whenever_it_comes(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries again where that failed, and what it has read as its time is over is not thrown away."""
+    bus = await nats.bus(NODE)
+    monkeypatch.setattr(bundle_parts, "SOON_S", 0.0)
+    monkeypatch.setattr(bundle_parts, "AGAIN_S", 0.01)
+    reader, part = BundleReader(bus, NODE), BundlePart(nuid="a", parts=1, data=b"x")
+    tries, late = list[ReadBundle](), asyncio.Event()
+
+    async def nobody(*_: Any, **__: Any) -> Any:
+        if len(tries) == 2:
+            monkeypatch.setattr(bundle_parts, "WITHIN_S", -1.0)
+            late.set()
+        raise DeadlineExceeded("no answer")
+
+    async def itself(asked: ReadBundle) -> BundlePart | None:
+        tries.append(asked)
+        if len(tries) == 1:
+            return None
+        await late.wait()
+        return part
+
+    monkeypatch.setattr(bus, "call", nobody)
+    monkeypatch.setattr(reader, "_itself", itself)
+    assert await reader.part(ReadBundle(digest="sha256:0")) == part
+    assert len(tries) == 2
 
 
 async def test_a_node_whose_right_was_taken_asks_gateways_again(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
