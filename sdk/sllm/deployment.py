@@ -12,6 +12,7 @@ from sllm.answers import Observe, ignore
 from sllm.bundle import Bundle
 from sllm.client import Client
 from sllm.function import ModelFunction
+from sllm.transport import Unreached
 from sllm_runtime.protocol.errors import NotFound, SllmError, StoreFull
 from sllm_runtime.protocol.http import API, DeployRequest, DeployResult, ProgressView, WithdrawnView
 from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S
@@ -70,7 +71,8 @@ def _patiently(send: Callable[[], bool], observe: Observe) -> bool:
         try:
             return send()
         except SllmError as error:
-            if not error.retryable or isinstance(error, StoreFull) or time.monotonic() > deadline:
+            answered = error.status == 503 and not isinstance(error, StoreFull | Unreached)
+            if not answered or time.monotonic() > deadline:
                 raise
             observe(ProgressView(stage="store", message=f"waits for the platform's store ({error.message})"))
         time.sleep(_AGAIN_S)

@@ -116,10 +116,14 @@ def failed(url: str, error: httpx.HTTPError, trace: Trace | None = None) -> Sllm
     return InstanceLost(f"the connection to {url} broke off before an answer came ({why}); it may have been done")
 
 
-def unreached(urls: Sequence[str], error: httpx.HTTPError) -> Unavailable:
+class Unreached(Unavailable):
+    """No gateway took the connection: nobody has heard of the request."""
+
+
+def unreached(urls: Sequence[str], error: httpx.HTTPError) -> Unreached:
     """None of ``urls`` took the connection; ``error``: what came of the last."""
     start = "; `sllm up` starts one here" if all(map(_here, urls)) else ""
-    return Unavailable(f"no gateway answers at {' or '.join(urls)} ({reason(error)}){start}")
+    return Unreached(f"no gateway answers at {' or '.join(urls)} ({reason(error)}){start}")
 
 
 def reason(error: httpx.HTTPError) -> str:

@@ -23,7 +23,7 @@ from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import SecretNotFound
-from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S, TOLD_AFTER_S
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S
 from sllm_runtime.protocol.node import Ok
 
 CONCURRENCY: Final = 16384
@@ -92,7 +92,7 @@ class Service:
         for verb, handler in self.handlers.items():
             request = ctl.VERBS[verb][0]
             # No queue group: a leader that was stopped would be given its share of the questions.
-            sure = self._sure(handler, TOLD_AFTER_S if verb in ctl.TELLING else CONTROLLER_WAIT_S)
+            sure = self._sure(handler, ctl.TELLING.get(verb, CONTROLLER_WAIT_S))
             self._subscriptions.append(
                 await self._bus.serve(subjects.ctl(verb), request, sure, concurrency=CONCURRENCY)
             )

@@ -6,13 +6,13 @@ controller serves exactly these, the gateway calls exactly these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
 import msgspec
 
 from sllm_runtime.protocol.errors import ErrorBody
-from sllm_runtime.protocol.limits import LONG_POLL_S, PROTOCOL_VERSION
+from sllm_runtime.protocol.limits import LONG_POLL_S, PROTOCOL_VERSION, TOLD_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import NodeRecord, NodeStatus, Ok, Progress
 from sllm_runtime.protocol.records import (
@@ -446,9 +446,15 @@ class Nothing(msgspec.Struct, frozen=True, kw_only=True):
     """No arguments."""
 
 
-TELLING: Final = frozenset({"acquire", "deploy", "register", "pull"})
+TELLING: Final[Mapping[str, float]] = {
+    "acquire": TOLD_AFTER_S,
+    "deploy": LONG_POLL_S + 1.0,
+    "register": LONG_POLL_S + 1.0,
+    "pull": LONG_POLL_S + 1.0,
+}
 """Verbs whose askers ask again and again, and tell people meanwhile what they wait for: a leader that lacks proof that
-it leads says so after ``limits.TOLD_AFTER_S`` (``no_controller``), and is asked again."""
+it leads says so after so many seconds (``no_controller``), and is asked again. Where their patience can end, not before
+the one that leads answers a long poll: who led before may lack its proof for long."""
 
 VERBS: Final[dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
     "acquire": (Acquire, Acquired),

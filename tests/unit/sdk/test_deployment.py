@@ -1,5 +1,6 @@
 """From a file to a version, over HTTP."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def test_an_upload_waits_for_a_store_that_elects_its_leader_and_says_so(gateway:
     assert "HTTP 503" in waits[0]
     assert "URL" not in waits[0]
     assert "no leader" in waits[-1]
+
+
+def test_an_upload_does_not_wait_for_a_gateway_that_is_not_there(file: Path) -> None:
+    seen = list[ProgressView]()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with Client(url, "t") as client, pytest.raises(Unavailable, match="no gateway answers"):
+            deployment.upload(bundle.build(load.one(str(file))), client, seen.append)
+    assert seen == []
 
 
 def test_an_upload_does_not_wait_for_room(gateway: Gateway, file: Path) -> None:
