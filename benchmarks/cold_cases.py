@@ -17,10 +17,11 @@ from typing import Final
 from benchmarks import cold_peers
 from benchmarks.cold_peers import First, RayServe
 from benchmarks.platform import Answer, Platform
-from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, free_port, peers_missing
+from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, peers_missing
 from benchmarks.record import Aim, Case, mean_with, tail
 from benchmarks.runner import Run, in_turn
 from benchmarks.streaming import PACED
+from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.protocol.timeline import Span
 from sllm_runtime.worker.imports import QUIET_S
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed, free_port
+from benchmarks.programs import PEER_ENVIRONMENT, PEERS, ROOT, Program, ProgramFailed
+from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.worker.imports import PRELOAD, SINGLE_THREADED
 
 SCRIPTS: Final = ROOT / "benchmarks" / "peers"

@@ -18,9 +18,10 @@ from benchmarks.load_bench import Bench, Converted
 from benchmarks.load_model import ONE
 from benchmarks.load_ssd import LOADED, add_ours, rounds, same
 from benchmarks.load_systems import LOAD_S, READY_S, SCRIPTS
-from benchmarks.programs import ROOT, Program, ProgramFailed, await_port, free_port, run_to_end
+from benchmarks.programs import ROOT, Program, ProgramFailed, await_port, run_to_end
 from benchmarks.record import Aim, ratio
 from benchmarks.runner import Run
+from sllm_runtime.platform.nats_server import free_port
 
 BUCKET: Final = "models"
 KEY: Final = "model/partition_0.bin"

@@ -258,13 +258,6 @@ def may_isolate() -> bool:
         return False
 
 
-def free_port() -> int:
-    """A loopback port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def await_port(program: Program, port: int, timeout_s: float) -> None:
     """Until somebody listens on the port. Raises ``ProgramFailed``."""
     until = time.monotonic() + timeout_s

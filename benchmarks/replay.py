@@ -42,7 +42,7 @@ from typing import Final
 
 from benchmarks import beginning
 from benchmarks.platform import Platform
-from benchmarks.programs import ProgramFailed, Usage, free_port, peers_missing
+from benchmarks.programs import ProgramFailed, Usage, peers_missing
 from benchmarks.record import TAIL, Aim, Case, none_of
 from benchmarks.replay_client import IN_TIME_S, LIMIT_S, Sums, Told, checked, play, sums
 from benchmarks.replay_peers import NOTES, RAY, WHAT, greedy_texts, ray_slots
@@ -61,6 +61,7 @@ from benchmarks.replay_platform import (
 )
 from benchmarks.replay_trace import CV, LENGTHS, Shape, trace
 from benchmarks.runner import Run, in_turn, main
+from sllm_runtime.platform.nats_server import free_port
 
 OURS: Final = "startup-time"
 POLICIES: Final = (OURS, "random", "availability", "locality", "preemption")

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.cold_peers import SCRIPTS, post_text
-from benchmarks.programs import PEER_ENVIRONMENT, PEERS, Program, free_port
+from benchmarks.programs import PEER_ENVIRONMENT, PEERS, Program
 from benchmarks.replay_client import LIMIT_S, Call, Heard
 from benchmarks.replay_platform import PROMPT, PUBLISHED, Store
 from benchmarks.replay_trace import LENGTHS, Arrival
+from sllm_runtime.platform.nats_server import free_port
 
 RAY: Final = {"cache": "ray serve, local cache", "store": "ray serve, no cache"}
 """Systems by where their models come from."""

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.programs import ROOT, Program, ProgramFailed, free_port
+from benchmarks.programs import ROOT, Program, ProgramFailed
 from benchmarks.record import Case, percentile
 from benchmarks.runner import Run
 from benchmarks.scheduler_cluster import GPUS, SEED, cluster
 from sllm_runtime.control.view import Key
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.nats_server import find_binary
+from sllm_runtime.platform.nats_server import find_binary, free_port
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import ctl, subjects

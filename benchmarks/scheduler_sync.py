@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.programs import ROOT, Program, free_port
+from benchmarks.programs import ROOT, Program
 from benchmarks.record import percentile
 from benchmarks.runner import Run
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.nats_server import find_binary
+from sllm_runtime.platform.nats_server import find_binary, free_port
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import subjects

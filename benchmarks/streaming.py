@@ -22,9 +22,9 @@ from benchmarks.programs import (
     ProgramFailed,
     Usage,
     await_port,
-    free_port,
     peers_missing,
 )
+from sllm_runtime.platform.nats_server import free_port
 
 PACED: Final = ROOT / "benchmarks" / "functions" / "paced" / "function.py"
 SYSTEMS: Final = ("sllm", "bare", "ray serve", "litellm")
