@@ -15,8 +15,8 @@ from sllm.profiles import Profile
 from sllm.retry import NEVER
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.http import API, StatusView
+from sllm_runtime.protocol.limits import TOLD_AFTER_S
 
-TOLD_AFTER_S: Final = 1.0
 STATUS_S: Final = 5.0
 WAITS: Final = "waiting for a controller that leads ..."
 
