@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Final
 
 from sllm_runtime.control import instances
 from sllm_runtime.control.fits import Need, free, need_in
-from sllm_runtime.control.placement import Request, evictable, may_start
+from sllm_runtime.control.placement import Request, evictable, fewest, may_start
 from sllm_runtime.control.providing.packing import fitting
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.view import Instance, Key, Node, PutOff, View, Waited, without
@@ -107,6 +108,11 @@ def _given(view: View, key: Key, node: Node, most: int) -> int:
     return _places(view, need, node, going, most)
 
 
+def _take(view: View, need: Need, node: Node, count: int, leaving: Sequence[Instance]) -> bool:
+    """Whether there are so many places without those that leave."""
+    return _places(view, need, node, leaving, count) == count
+
+
 def _places(view: View, need: Need, node: Node, leaving: Sequence[Instance], most: int) -> int:
     capacity = free(view, node, leaving)
     return fitting([need] * most, [capacity]) if capacity is not None else 0
@@ -140,16 +146,8 @@ def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instanc
         ]
         leaving.sort(key=lambda each: (each.stop is None, each.running))  # as few calls as may be have to end for it
         count = 1 + (_given(view, key, node, len(there)) if view.kept.get(name) == key else 0)
-        if _places(view, need, node, leaving, count) == count:
-            chosen = _needed(view, need, node, leaving, count)
+        enough = partial(_take, view, need, node, count)
+        if enough(leaving):
+            chosen = fewest(leaving, enough)
             found.append((sum(each.running for each in chosen), name, chosen))
     return min(found, key=lambda each: each[:2])[1:] if found else None
-
-
-def _needed(view: View, need: Need, node: Node, leaving: Sequence[Instance], count: int) -> tuple[Instance, ...]:
-    """Those of ``leaving`` without which there would be fewer places; of any that would do the first ones."""
-    chosen = list(leaving)
-    for each in reversed(leaving):
-        fewer = [other for other in chosen if other is not each]
-        chosen = fewer if _places(view, need, node, fewer, count) == count else chosen
-    return tuple(chosen)

@@ -198,10 +198,16 @@ def room_made(request: Request, need: Need, view: View, node: Node, now: float) 
 
 def needed(need: Need, view: View, node: Node, going: Sequence[Instance]) -> tuple[Instance, ...]:
     """Those of ``going``, after which it fits, without which it would not; of any that would do the first ones."""
+    return fewest(going, lambda fewer: fits(need, view, node, fewer))
+
+
+def fewest(going: Sequence[Instance], enough: Callable[[list[Instance]], bool]) -> tuple[Instance, ...]:
+    """Those of ``going``, which are ``enough``, without which they would not be; of any that would do the first
+    ones."""
     kept = list(going)
     for each in reversed(going):
         fewer = [other for other in kept if other is not each]
-        kept = fewer if fits(need, view, node, fewer) else kept
+        kept = fewer if enough(fewer) else kept
     return tuple(kept)
 
 
