@@ -8,6 +8,7 @@ missed stays so.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,17 +31,54 @@ def render(records: list[tuple[str, dict[str, Any]]]) -> str:
         "",
         "Made by `python -m benchmarks.report` from `benchmarks/results/`; method: `benchmarks/README.md`.",
         "Ratios within one run are what counts; absolute times belong to the machine that is named.",
+        *_glance(records),
     ]
     for directory, record in records:
         lines += _section(directory, record)
     return "\n".join(lines) + "\n"
 
 
+def _glance(records: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """A line for each record, those of a benchmark beside each other and the newest first: which aims it missed."""
+    lines = [
+        "",
+        "## At a glance",
+        "",
+        "Each record once, the newest of a benchmark first. A missed aim stands with what was measured and what was "
+        "wanted; the rest of a record's aims were reached, but for those not judged (too few samples, or a method that "
+        "was withdrawn since).",
+        "",
+        "| record | made | marked | aims reached | not judged | missed |",
+        "|---|---|---|---|---|---|",
+    ]
+    newest = sorted(records, key=lambda each: each[1]["started"], reverse=True)
+    for directory, record in sorted(newest, key=lambda each: each[1]["benchmark"]):
+        verdicts = [(_verdict(record, aim), aim) for aim in record["aims"]]
+        missed = [aim for verdict, aim in verdicts if verdict.startswith(_VERDICT[False])]
+        reached = sum(verdict.startswith(_VERDICT[True]) for verdict, _ in verdicts)
+        told = "; ".join(f"{aim['aim']}: **{figure(aim['value'])}** ({_wanted(aim)})" for aim in missed)
+        title = _title(directory, record)
+        lines.append(
+            f"| [{title}](#{_anchor(title)}) | {record['started'][:10]} | {', '.join(_marks(record))} | {reached} "
+            f"| {len(verdicts) - reached - len(missed) or ''} | {told} |"
+        )
+    return lines
+
+
+def _title(directory: str, record: dict[str, Any]) -> str:
+    return f"{record['benchmark']} on {directory}{_file(record)}"
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes it of a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 def _section(directory: str, record: dict[str, Any]) -> list[str]:
     machine = record["machine"]
     lines = [
         "",
-        f"## {record['benchmark']} on {directory}{_file(record)}",
+        f"## {_title(directory, record)}",
         "",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{_disk(machine)}, "
         f"Linux {machine['kernel']}; "
@@ -48,7 +86,7 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
         f"commit {record['commit']}, {record['started']}, {record['seconds']:.0f} s"
         f"{', quick' if record['settings'].get('quick') else ''}{_yardstick(record['settings'])}"
         f"{_abilities(record['settings'])}{_changed(record)}.",
-        *(["", f"**{mark}**"] if (mark := _mark(record)) else []),
+        *(["", f"**{' '.join(marks.values())}**"] if (marks := _marks(record)) else []),
         "",
         "| case | system | median | min | max | n | unit | notes |",
         "|---|---|---|---|---|---|---|---|",
@@ -62,8 +100,7 @@ def _section(directory: str, record: dict[str, Any]) -> list[str]:
         lines += ["", f"![{name}](benchmarks/{name})"]
     lines += ["", "| aim | wanted | value | met |", "|---|---|---|---|"]
     for aim in record["aims"]:
-        wanted = Aim(aim["aim"], None, aim.get("at_least"), aim.get("at_most")).bound
-        lines.append(f"| {aim['aim']} | {wanted} | {figure(aim['value'])} | {_verdict(record, aim)} |")
+        lines.append(f"| {aim['aim']} | {_wanted(aim)} | {figure(aim['value'])} | {_verdict(record, aim)} |")
     return [*lines, "", record["remarks"].strip()] if record.get("remarks") else lines
 
 
@@ -71,6 +108,10 @@ def _file(record: dict[str, Any]) -> str:
     """Of several records of one benchmark, which: ``load_ssd.json``."""
     name = record.get("file", "")
     return f": {name}" if name not in ("", f"{record['benchmark']}.json") else ""
+
+
+def _wanted(aim: dict[str, Any]) -> str:
+    return Aim(aim["aim"], None, aim.get("at_least"), aim.get("at_most")).bound
 
 
 _VERDICT: Final = {True: "yes", False: "**no**", None: "not judged"}
@@ -82,19 +123,19 @@ def _verdict(record: dict[str, Any], aim: dict[str, Any]) -> str:
     return f"{verdict}: {why}" if why else verdict
 
 
-def _mark(record: dict[str, Any]) -> str:
-    """Why its figures are not to be relied on, in words; empty if they are."""
+def _marks(record: dict[str, Any]) -> dict[str, str]:
+    """Why its figures are not to be relied on: in a word, and in more; empty if they are."""
     settings, age = record["settings"], record.get("age", {})
-    marks = []
+    marks = {}
     if settings.get("quick"):
-        marks.append("A quick run: it shows that the code runs, and judges nothing.")
+        marks["quick"] = "A quick run: it shows that the code runs, and judges nothing."
     if settings.get("interrupted"):
-        marks.append("It was interrupted.")
+        marks["interrupted"] = "It was interrupted."
     if record["commit"].endswith("+"):
-        marks.append("Of a tree that was not committed: nobody can have it again.")
+        marks["not committed"] = "Of a tree that was not committed: nobody can have it again."
     if changes := age.get("changes"):
-        marks.append(f"Old: its benchmark was changed in {changes} of the {age['commits']} commits since.")
-    return " ".join(marks)
+        marks["old"] = f"Old: its benchmark was changed in {changes} of the {age['commits']} commits since."
+    return marks
 
 
 def _yardstick(settings: dict[str, Any]) -> str:

@@ -212,11 +212,16 @@ def test_the_page_marks_what_is_not_to_be_relied_on_and_keeps_misses(tmp_path: P
     assert f"| copies: fio / sllm | ≥ 0.95 | 0.5 | **no**: {why} |" in page
     assert f"| copies: fio / sllm | ≥ 0.95 | - | not judged: {why} |" in page
     assert "| sata: share | ≥ 0.95, ≤ 1.1 |" in page
+    title = "[load on machine: made_large.json](#load-on-machine-made_largejson)"
+    page = report.render([("machine", record | {"age": {"commits": 40, "changes": 3}, "file": "made_large.json"})])
+    missed = "copies: fio / sllm: **0.5** (≥ 0.95)"
+    assert f"| {title} | 2026-11-22 | quick, interrupted, not committed, old | 0 | 3 | {missed} |" in page
     record |= {"commit": "1234567", "started": "2027-01-01T00:00:00+00:00", "settings": {}}
     page = report.render([("machine", record | {"age": {"commits": 40, "changes": 0}})])
     assert "| copies: fio / sllm | ≥ 0.95 | 2.3 | yes |" in page
     assert "**A quick" not in page
     assert "Old:" not in page
+    assert f"| 2027-01-01 |  | 2 | 1 | {missed} |" in page
 
 
 def test_a_record_is_as_old_as_what_has_changed_its_benchmark(tmp_path: Path) -> None:
