@@ -7,6 +7,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -27,6 +28,8 @@ PIECE: Final = 2**16
 AGAIN_S: Final = 0.05
 """A caller whose stream broke off waits so long before its next call."""
 END: Final = b"data: [DONE]"
+VALUE: Final = re.compile(rb"id: \d+\ndata: ")
+"""In the bytes of a stream: neither progress nor a comment."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,10 @@ class Load:
                 self._stop.wait(AGAIN_S)
 
     def until_all_hear(self) -> None:
-        """Until each caller has had something since now: nothing strikes a call twice before it has said a word."""
+        """Until each caller has had a value since now: nothing strikes a call twice before it has said a word. That it
+        waits, or who takes it, is none: a gateway lets no call go on whose instances die again and again in vain."""
         begin = time.monotonic()
-        self._until(lambda each: bool(each.arrived) and each.arrived[-1].at > begin, "a caller heard nothing")
+        self._until(lambda each: heard_since(each, begin), "a caller heard nothing")
 
     def until_all_begin(self) -> None:
         """Until each caller has ended its call and hears another one: no call is struck twice."""
@@ -121,6 +125,12 @@ class Load:
     def sums(self) -> Sums:
         """Of all streams."""
         return sums(self.heard, self._right)
+
+
+def heard_since(heard: Heard, begin: float) -> bool:
+    """Whether a value has come after ``begin``."""
+    lately = itertools.takewhile(lambda piece: piece.at > begin, reversed(heard.arrived))
+    return any(VALUE.search(piece.data) for piece in lately)
 
 
 def hear_at_once() -> bool:

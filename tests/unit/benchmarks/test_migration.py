@@ -11,11 +11,12 @@ import pytest
 from benchmarks import migration_large
 from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand, untouched
 from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge, measure_gaps
-from benchmarks.migration_load import CALLERS, Called, Load
+from benchmarks.migration_load import CALLERS, Called, Load, heard_since
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed, Usage
 from benchmarks.record import Case
 from benchmarks.runner import Run
+from sllm_gateway import sse
 from sllm_gateway.pace import MOST
 
 
@@ -41,6 +42,15 @@ def test_a_pause_is_counted_in_intervals_of_calls_that_nothing_befell_and_in_the
     none = Case("move", "sllm", "intervals")
     measure_gaps(none, [moved], None, lambda heard: longest(heard, windows))
     assert (none.samples, none.extra["own_n"]) == ([], 1)
+
+
+def test_that_a_call_waits_is_nothing_that_its_caller_hears() -> None:
+    """Else the next instance is killed before it has made a value, again and again."""
+    waits = Piece(2.0, sse.event(b"{}", name="progress") + sse.HEARTBEAT)
+    value = Piece(3.0, sse.event(b'"a"', id=7))
+    assert not heard_since(Heard(0, arrived=[value._replace(at=1.0), waits]), 1.5)
+    assert heard_since(Heard(0, arrived=[value, waits._replace(at=4.0)]), 1.5)
+    assert not heard_since(Heard(0, arrived=[value]), 3.0)
 
 
 def test_a_pause_is_the_longest_gap_in_its_time() -> None:
