@@ -60,14 +60,17 @@ class ControllerSettings(ProviderSettings):
     """File with the key of secrets, the same for all controllers: then they are sealed records of the state."""
     policy: Literal["random", "availability", "locality", "preemption", "startup-time"] = DEFAULT
 
-    settled: float = Field(default=SETTLED_S, ge=0, le=migration.KEEP_S)
-    """Seconds for which no start has the calls of an instance moved after they were, or one stopped that became ready:
-    at most as long as moves are remembered."""
+    settled: float = Field(default=SETTLED_S, ge=0)
+    """Seconds for which no start has the calls of an instance moved after they were (of these at most as many as moves
+    are remembered), or one stopped that became ready."""
 
     def chosen_policy(self) -> Policy:
         """The policy of that name."""
         kind = POLICIES[self.policy]
         if issubclass(kind, StartupTime | Preemption):
+            if self.settled > migration.KEEP_S:
+                text = "SLLM_SETTLED=%g: what was moved may be moved again after %g s, no longer is it remembered"
+                log.warning(text, self.settled, migration.KEEP_S)
             return kind(settled_s=self.settled)
         return kind()
 
@@ -124,7 +127,7 @@ async def lead(
     Raises ``Unavailable`` if NATS or its JetStream is missing.
     """
     async with contextlib.AsyncExitStack() as stack:
-        bus = await Bus.connect(settings, identity, name="sllm-controller")
+        bus = await Bus.connect(settings, identity, name="sllm-controller", kind="controller")
         stack.push_async_callback(bus.close)
         # On our own server nothing is set aside for bundles: see ``streams.room_for_bundles``.
         limit = settings.bundle_bytes if settings.nats_store is None else 0

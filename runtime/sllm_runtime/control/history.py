@@ -76,7 +76,7 @@ class History:
         """``instance`` has been placed by what ``old`` says."""
         moves = tuple(each for each in old.migrations.values() if each.by == instance.key)
         known = self._put_off.get(instance.key)
-        if known is None or known.outlook is not instance.outlook:  # another one of its version waits
+        if not instance.waited or known is None or known.outlook is not instance.outlook:
             return Past(instance, now, old, moves)
         return Past(instance, known.now, known.view, moves)
 

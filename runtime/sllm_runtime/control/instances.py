@@ -177,7 +177,8 @@ def _elsewhere(view: View, failed: Instance, failure: Failure) -> View:
     may, need = may_start(view, key, failure.at), need_in(view, key, failed.manifest)
     for name, other in view.nodes.items():
         if name != node and may(other) and other.status is not None and not short(need, total(other.status)):
-            refusal = Refusal(failure.until + BARRED_S, f"a start failed there: {failure.error.message}", yields=True)
+            why = f"a start failed there: {failure.error.message}"
+            refusal = Refusal(failure.until + BARRED_S, why, yields=failure.at)
             return replace(view, refused={**view.refused, (key, node): refusal})
     return view
 

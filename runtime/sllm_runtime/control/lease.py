@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import msgspec
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.clock import since_boot
 from sllm_runtime.platform.owned import Tasks, end
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import NoController, SllmError, Unavailable
+from sllm_runtime.protocol.errors import NoController, SllmError, StaleTerm, Unavailable
 from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S
 from sllm_runtime.protocol.records import Lease, Term
 from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY
@@ -45,7 +45,7 @@ class Leadership:
         bus: Bus,
         controller: str,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """``store`` is elected: what it says now is proof."""
@@ -54,13 +54,15 @@ class Leadership:
         self._clock, self._pause = clock, pause
         self._proved = clock()
         self._proof = asyncio.Event()
+        self._stale = False
+        """Whether another one was seen to lead."""
         self._tasks = Tasks("leadership")
         self._off = bus.on_reconnect(self._look)
 
     @property
     def sure(self) -> bool:
         """Whether this controller may act now."""
-        return self._clock() - self._proved < SURE_S
+        return not self._stale and self._clock() - self._proved < SURE_S
 
     async def assured(self, within_s: float = CONTROLLER_WAIT_S) -> None:
         """Wait until it may act. Raises ``NoController`` after ``within_s`` seconds."""
@@ -131,7 +133,10 @@ class Leadership:
         began = self._clock()
         try:
             await self._store.confirm()
-        except SllmError as error:  # the next renewal meets it again
+        except StaleTerm as error:  # the next renewal meets it again, and ends this term
+            self._stale = True
+            log.info("another controller leads: %s", error.message)
+        except SllmError as error:
             log.info("not sure who leads: %s", error.message)
         else:
             self._prove(began)

@@ -20,7 +20,7 @@ from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
 
 PAGE_BYTES: Final = BATCH_BYTES
-"""No part is larger: a manifest has at most ``deploy.MAX_MANIFEST`` bytes, a node's report came as one message."""
+"""At least one part is in a page: a manifest has at most ``deploy.MAX_MANIFEST`` bytes, a node's report MAX_REPORT."""
 
 P = TypeVar("P", bound=msgspec.Struct)
 

@@ -353,5 +353,7 @@ def refused(view: View, action: Action, error: SllmError, now: float) -> View:
     if not isinstance(error, Unavailable):
         return instances.fail(view, instance, error.body(), now)
     place = (instance.key, instance.record.node)
-    view = replace(view, refused={**view.refused, place: Refusal(now + REFUSED_S, error.message)})
-    return instances.withdraw(view, instance)
+    refusal, before = Refusal(now + REFUSED_S, error.message), view.refused.get(place)
+    if before is not None and before.until > refusal.until:  # since a start failed there: others still come first
+        refusal = replace(before, yields=refusal.until)
+    return instances.withdraw(replace(view, refused={**view.refused, place: refusal}), instance)

@@ -38,9 +38,12 @@ PLACE_S: Final = 60.0
 RELEASED_S: Final = 10.0
 """... so much later where what ends for it is about to give back what it held."""
 MIXED: Final = "it holds accelerators of several kinds"
-OTHER_BITS: Final = "it computes other bits than the source: the rest would be of another answer"
+OTHER_CLASS: Final = (
+    "it computes other bits than the source, or serves another context: the rest would be of another answer"
+)
 FAILED_S: Final = 300.0
-"""A node where a destination did not start is left out for so long, unless somebody names it."""
+"""A node where a destination did not start, or served another context, is left out for so long; where it did not start
+it is tried all the same for who names it."""
 KEEP_S: Final = 60.0
 """What came of a migration can be asked for so long after its end."""
 
@@ -62,10 +65,10 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
     if instance is None or instance.ended:
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
     _reachable(view, instance, _carried(view, instance), to, now)
-    if by is None and to in apart(view, instance):
-        raise InvalidRequest(f"calls of instance {name} cannot go on at node {to}: {OTHER_BITS}", field="to")
+    if by is None and to in apart(view, instance, now):
+        raise InvalidRequest(f"calls of instance {name} cannot go on at node {to}: {OTHER_CLASS}", field="to")
     begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected, by=by)
-    return _put(view, replace(begun, unfit=known.unfit) if known is not None else begun)
+    return _put(view, replace(begun, unfit=known.unfit, apart=known.apart) if known is not None else begun)
 
 
 def _joined(view: View, known: Migration, source: Instance, to: str, now: float) -> View:
@@ -81,10 +84,10 @@ def _joined(view: View, known: Migration, source: Instance, to: str, now: float)
     raise Conflict(f"instance {known.source} moves to {where} already; ask again when that is over")
 
 
-def apart(view: View, source: Instance) -> frozenset[str]:
-    """Nodes that are known to compute other bits than ``source``, on accelerators of its kind."""
+def apart(view: View, source: Instance, now: float) -> frozenset[str]:
+    """Nodes where an instance is known to be of another numerics class than ``source``, on accelerators of its kind."""
     known, mark, kinds = view.migrations.get(source.record.instance), source.record.fingerprint, _kinds(view, source)
-    met = (node for node, until in known.unfit.items() if until == inf) if known is not None else ()
+    met = (node for node, until in known.apart.items() if now < until) if known is not None else ()
     others = (each for each in view.of(source.key) if each.record.fingerprint not in ("", mark))
     return frozenset((*met, *(each.record.node for each in others if _kinds(view, each) == kinds)))
 
@@ -251,7 +254,7 @@ def _idle(view: View, source: Instance, node: str, now: float) -> Instance | Non
 def _left_out(view: View, migration: Migration, source: Instance, now: float) -> dict[str, str]:
     """Nodes where none is started, and why."""
     failed = (node for node, until in migration.unfit.items() if now < until)
-    return dict.fromkeys(failed, "it did not start there") | dict.fromkeys(apart(view, source), OTHER_BITS)
+    return dict.fromkeys(failed, "it did not start there") | dict.fromkeys(apart(view, source, now), OTHER_CLASS)
 
 
 def _choice(view: View, migration: Migration, source: Instance, now: float, choose: Choose) -> Decision:
@@ -273,7 +276,7 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
         barred = {**without_hope, source.record.node: "it moves away"}
         elsewhere = {(source.key, name): Refusal(now + 1, why) for name, why in barred.items()}
         return choose(request, replace(view, refused={**view.refused, **elsewhere}))
-    if node in without_hope and (migration.by is not None or node in apart(view, source)):
+    if node in without_hope and (migration.by is not None or node in apart(view, source, now)):
         return Wait(f"node {node}: {without_hope[node]}")
     known = view.nodes.get(node)
     capacity = fits.free(view, known) if known is not None else None
@@ -295,9 +298,10 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
 def _commit(view: View, migration: Migration, source: Instance, destination: Instance, now: float) -> View:
     """The destination is there: the source takes no new call, and says where those that run go on."""
     if destination.record.fingerprint != source.record.fingerprint:
-        view = instances.stop(view, destination, "it computes other bits than the one that it was to relieve", 0.0)
-        migration = _unfit(migration, destination, inf)
-        return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {OTHER_BITS}", now)
+        why = "it computes other bits than the one that it was to relieve, or serves another context"
+        view, until = instances.stop(view, destination, why, 0.0), _apart_until(view, source, destination, now)
+        migration = replace(migration, apart=with_item(migration.apart, destination.record.node, until))
+        return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {OTHER_CLASS}", now)
     served = source.seen.served if source.seen is not None else 0
     begun = replace(migration, state=check(MIGRATION, migration.state, MigrationState.MOVING), served=served)
     view = _put(view, replace(begun, tokens=source.tokens(now)))
@@ -321,12 +325,15 @@ def _lost(view: View, migration: Migration, source: Instance, destination: Insta
     if source.record.moves_to:
         view = _points(view, source, "")
     if destination is not None and destination.state is InstanceState.FAILED:
-        migration = _unfit(migration, destination, now + FAILED_S)
+        unfit = with_item(migration.unfit, destination.record.node, now + FAILED_S)
+        migration = replace(migration, unfit=unfit)
     return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {why}", now)
 
 
-def _unfit(migration: Migration, destination: Instance, until: float) -> Migration:
-    return replace(migration, unfit=with_item(migration.unfit, destination.record.node, until))
+def _apart_until(view: View, source: Instance, destination: Instance, now: float) -> float:
+    """For good; but on accelerators of one kind it may be that less memory was free when it started (decision 0060)."""
+    alike = _kinds(view, source) == _kinds(view, destination) != Counter()
+    return now + FAILED_S if alike else inf
 
 
 def _for_nobody(view: View, migration: Migration, why: str) -> View:

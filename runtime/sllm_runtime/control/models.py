@@ -163,14 +163,17 @@ class Models:
             raise others[0]
         return registry.model_info(self._loop.view, record, "; ".join(wrong))
 
-    async def delete(self, digest: str) -> ModelInfo:
+    async def delete(self, digest: str, *, again: bool = False) -> ModelInfo:
         """Forget it, and remove it from the nodes that are up, also where it is only coming: no report says that.
-        Raises ``Conflict`` while a version needs it."""
-        record = registry.model_of(self._loop.view, digest)
+        ``again``: it was asked before, and may be forgotten already. Raises ``Conflict`` while a version needs it."""
+        find = registry.left_of if again else registry.model_of
+        record = find(self._loop.view, digest)
         info = registry.model_info(self._loop.view, record)
         await self._loop.commit(lambda view: registry.drop_model(view, record.digest))
         nodes = self._holders(record.digest) | self._living(lambda status: status.storage is not None)
-        errors = await self._on(nodes, "delete", record.digest)
+        # Of one that is nowhere any more a beginning may be all that is known.
+        whole = len(record.digest) == len(DIGEST) + 64
+        errors = await self._on(nodes if whole else (), "delete", record.digest)
         left = [e.message for e in errors if e is not None and not isinstance(e, ModelNotFound)]
         return msgspec.structs.replace(info, problem=f"not removed everywhere: {'; '.join(left)}" if left else "")
 

@@ -1,27 +1,33 @@
 """A start that fits is not put off for ever: it waits at most twice as long as a running call may take. Pure.
 
 Others may be placed before it again and again: smaller ones, or such as are more urgent. When it has waited for as long
-as any running call may last, one node is kept free for it; what runs there takes no new call, and the last one ends
-within that time again. So does each of several starts of a version, where as many places can be kept at once.
+as any running call may last, a place is kept for it: its node takes nothing else, as little as may be of what runs
+there takes no new call, and the last one ends within that time again. So does each of several starts of a version, one
+after the other, as long as half of the nodes that could run it are not kept: those beyond wait until one of these has
+given its places, and others have the rest meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
-from typing import Final
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 from sllm_runtime.control import instances
-from sllm_runtime.control.fits import Need, free, need_in
+from sllm_runtime.control.fits import Need, free, need_in, short, total
 from sllm_runtime.control.placement import Request, evictable, fewest, may_start
-from sllm_runtime.control.providing.packing import fitting
+from sllm_runtime.control.providing.packing import places
 from sllm_runtime.control.scheduling.prediction import Outlook
+from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import Instance, Key, Node, PutOff, View, Waited, without
 
 LINGER_S: Final = 2.0
 """Who asks for an instance asks again within this: between two questions nobody has given up."""
+NODES: Final = 32
+"""To look at so many for a place to keep takes as long as to look for one place (``turns``)."""
 
 
 def put_off(view: View, request: Request, now: float, outlook: Outlook | None = None) -> View:
@@ -31,27 +37,31 @@ def put_off(view: View, request: Request, now: float, outlook: Outlook | None = 
     return replace(view, put_off={**view.put_off, request.key: known})
 
 
-def waited(view: View, request: Request, count: int, now: float) -> View:
-    """So many starts of a version that was put off have no place, those aside that wait beside room. Keeps a place for
-    each that has waited long enough: each has its own time, the first one that gets a place the longest."""
+def waited(view: View, request: Request, count: int, now: float, turns: Turns[Key]) -> View:
+    """So many starts of a version that was put off have no place, those aside that wait beside room. Keeps one place
+    more where one has waited long enough: each has its own time, the first one that gets a place the longest."""
     key, known = request.key, view.put_off.get(request.key)
     if known is None:
         return view
     there = [Waited(each.since, now) for each in known.waits[:count]]
     gone = [each for each in known.waits[count:] if now - each.last <= LINGER_S]  # who asks may ask again at once
     waits = (*there, *gone, *[Waited(now, now)] * (count - len(there)))
-    view = _let_go(replace(view, put_off={**view.put_off, key: replace(known, waits=waits)}), key, now)
-    due = list(takewhile(lambda each: _outlasts(view, now - each.since), there))
-    for each in due[_coming(view, key, len(due)) :]:
-        found = _place(view, request, now)
-        if found is None:
-            return view
-        name, leaving = found
-        view = replace(view, kept={**view.kept, name: key})
-        for instance in (each for each in leaving if each.stop is None):  # those that end already have their time
-            reason = f"makes room for {key[0]}, which has waited for {now - each.since:.0f} s"
-            grace = instance.manifest.timeout if instance.ready else 0.0
-            view = instances.stop(view, instance, reason, grace, resume=instance.carries)
+    view, kept = _let_go(replace(view, put_off={**view.put_off, key: replace(known, waits=waits)}), key, now)
+    due = bisect_left(there, True, key=lambda each: not _outlasts(view, now - each.since))
+    coming = sum(kept.values())
+    if coming >= due:
+        return view
+    turns.looked(key, 1 + len(view.nodes) // NODES)
+    found = _place(view, request, kept, now)
+    if found is None:
+        return view
+    turns.more = turns.more or coming + 1 < due
+    name, leaving = found
+    view = replace(view, kept={**view.kept, name: key})
+    for instance in (each for each in leaving if each.stop is None):  # those that end already have their time
+        reason = f"makes room for {key[0]}, which has waited for {now - there[coming].since:.0f} s"
+        grace = instance.manifest.timeout if instance.ready else 0.0
+        view = instances.stop(view, instance, reason, grace, resume=instance.carries)
     return view
 
 
@@ -81,41 +91,40 @@ def behind(view: View, key: Key, now: float, outlook: Outlook | None) -> View:
     if known is None:
         return view
     later = PutOff(now, now, outlook, lacks=min(known.since, known.lacks), waits=known.waits[1:])
-    return _let_go(replace(view, put_off={**view.put_off, key: later}), key, now)
+    return _let_go(replace(view, put_off={**view.put_off, key: later}), key, now)[0]
 
 
-def _let_go(view: View, key: Key, now: float) -> View:
-    """A node that has given the place, or cannot any more, is not kept: another one is."""
-    mine = [node for node, whose in view.kept.items() if whose == key]
+def _let_go(view: View, key: Key, now: float) -> tuple[View, Mapping[str, int]]:
+    """What is kept for it no longer than it has places for those that wait, the nodes with the fewest calls left first.
+    With the places that each of these gives, or will give."""
+    mine = [name for name, whose in view.kept.items() if whose == key]
     if not mine:
-        return view
-    may = may_start(view, key, now)
-    gone = [name for name in mine if name not in view.nodes or not may(view.nodes[name])]
-    gone += [name for name in mine if name not in gone and not _given(view, key, view.nodes[name], 1)]
-    return replace(view, kept=without(view.kept, gone)) if gone else view
+        return view, {}
+    may, need = may_start(view, key, now), need_in(view, key, view.versions[key].manifest)
+    left, kept = len(view.put_off[key].waits), dict[str, int]()
+    going = {name: _going(view, name) for name in mine if name in view.nodes and may(view.nodes[name])}
+    for name in sorted(going, key=lambda name: (sum(each.running for each in going[name]), name)):
+        given = _given(view, need, view.nodes[name], left, going[name])
+        if given:
+            left, kept[name] = left - given, given
+    gone = [name for name in mine if name not in kept]
+    return replace(view, kept=without(view.kept, gone)) if gone else view, kept
 
 
-def _coming(view: View, key: Key, most: int) -> int:
-    """Places, ``most`` of each node, that the nodes which are kept for it have or will have."""
-    mine = (view.nodes[name] for name, whose in view.kept.items() if whose == key)
-    return sum(_given(view, key, node, most) for node in mine)
+def _going(view: View, node: str) -> list[Instance]:
+    """What is being ended there."""
+    return [each for each in view.on(node).values() if each.stop is not None and not each.ended]
 
 
-def _given(view: View, key: Key, node: Node, most: int) -> int:
-    """Places for version ``key``, at most so many, where what is being ended there has gone."""
-    need = need_in(view, key, view.versions[key].manifest)
-    going = [each for each in view.on(node.record.node).values() if each.stop is not None and not each.ended]
-    return _places(view, need, node, going, most)
-
-
-def _take(view: View, need: Need, node: Node, count: int, leaving: Sequence[Instance]) -> bool:
-    """Whether there are so many places without those that leave."""
-    return _places(view, need, node, leaving, count) == count
-
-
-def _places(view: View, need: Need, node: Node, leaving: Sequence[Instance], most: int) -> int:
+def _given(view: View, need: Need, node: Node, most: int, leaving: Sequence[Instance] = ()) -> int:
+    """Places there, at most so many, where those that leave have gone."""
     capacity = free(view, node, leaving)
-    return fitting([need] * most, [capacity]) if capacity is not None else 0
+    return places(need, capacity, most) if capacity is not None else 0
+
+
+def _enough(view: View, need: Need, node: Node, count: int, leaving: Sequence[Instance]) -> bool:
+    """Whether there are so many places without those that leave."""
+    return _given(view, need, node, count, leaving) == count
 
 
 def _outlasts(view: View, waited: float) -> bool:
@@ -129,25 +138,57 @@ def _outlasts(view: View, waited: float) -> bool:
     return running
 
 
-def _place(view: View, request: Request, now: float) -> tuple[str, tuple[Instance, ...]] | None:
-    """A node that could run one more without what has to leave for that, with the fewest calls: idle instances that a
-    version wants in any case stay."""
-    found = []
-    key, need, may = request.key, request.need(view), may_start(view, request.key, now)
-    for name, node in view.nodes.items():
-        if not may(node):
-            continue
-        there = [each for each in view.on(name).values() if not each.ended]
-        leaving = [
-            each
-            for each in there
-            # Of its own one more would be lacking.
-            if each.stop or (each.running and each.key != key) or evictable(request, view, each, now)
-        ]
-        leaving.sort(key=lambda each: (each.stop is None, each.running))  # as few calls as may be have to end for it
-        count = 1 + (_given(view, key, node, len(there)) if view.kept.get(name) == key else 0)
-        enough = partial(_take, view, need, node, count)
+class _Cost(NamedTuple):
+    """Of a place to keep: what is ended for it. The less the better."""
+
+    urgent: bool
+    """Whether any of these calls is more urgent than what it is kept for."""
+    calls: int
+    further: bool
+    """Whether its node is not kept yet."""
+    node: str
+
+
+def _place(view: View, request: Request, kept: Mapping[str, int], now: float) -> tuple[str, Sequence[Instance]] | None:
+    """A node that could run one more than is ``kept`` there, and what has to leave it for that, where this costs the
+    least. No more nodes are kept than half of those that could run it."""
+    need, may = request.need(view), may_start(view, request.key, now)
+    able = [each for each in view.nodes.values() if each.status is not None and not short(need, total(each.status))]
+    further = 2 * len(kept) < sum(node.open for node in able)
+    offers = []
+    for node in able:
+        name = node.record.node
+        if may(node) and (further or name in kept):
+            enough = partial(_enough, view, need, node, kept.get(name, 0) + 1)
+            leaving = _leaving(view, request, name, now)
+            least = _cost(request, name, [] if enough([]) else leaving[:1], kept)
+            offers.append((least, leaving, enough))
+    best: tuple[_Cost, Sequence[Instance]] | None = None
+    for least, leaving, enough in sorted(offers, key=itemgetter(0)):
+        if best is not None and best[0] < least:
+            break
         if enough(leaving):
             chosen = fewest(leaving, enough)
-            found.append((sum(each.running for each in chosen), name, chosen))
-    return min(found, key=lambda each: each[:2])[1:] if found else None
+            cost = _cost(request, least.node, chosen, kept)
+            if best is None or cost < best[0]:
+                best = (cost, chosen)
+    return (best[0].node, best[1]) if best is not None else None
+
+
+def _leaving(view: View, request: Request, node: str, now: float) -> list[Instance]:
+    """What could leave ``node`` for it, what costs least first. Idle instances that a version wants in any case stay,
+    and its own: of these one more would be lacking."""
+    there = [each for each in view.on(node).values() if not each.ended]
+    own = request.key
+    leaving = [i for i in there if i.stop or (i.running and i.key != own) or evictable(request, view, i, now)]
+    return sorted(leaving, key=lambda each: (each.stop is None, _urgent(request, each), each.running))
+
+
+def _urgent(request: Request, instance: Instance) -> bool:
+    return bool(instance.running) and instance.manifest.priority > request.manifest.priority
+
+
+def _cost(request: Request, node: str, leaving: Sequence[Instance], kept: Mapping[str, int]) -> _Cost:
+    ended = [each for each in leaving if each.stop is None]  # the others end in any case
+    urgent = any(_urgent(request, each) for each in ended)
+    return _Cost(urgent, sum(each.running for each in ended), node not in kept, node)

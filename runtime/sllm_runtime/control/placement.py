@@ -11,10 +11,10 @@ from typing import ClassVar, Protocol, TypeAlias
 
 from sllm_runtime.control.autoscale import floor, lent_s
 from sllm_runtime.control.fits import Need, free, need_in, short, total
-from sllm_runtime.control.providing.awaiting import could_come
+from sllm_runtime.control.providing.awaiting import awaited, could_come
 from sllm_runtime.control.reason import Reason, Words
 from sllm_runtime.control.scheduling.prediction import Estimate
-from sllm_runtime.control.view import Instance, Key, Move, Node, View, without
+from sllm_runtime.control.view import Instance, Key, Move, Node, View
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.manifest import Manifest
 
@@ -34,6 +34,8 @@ class Request:
     more begin meanwhile."""
     own: Need | None = None
     """What it needs, where its manifest does not say it: accelerators of the very kind that its calls began on."""
+    failed: bool = False
+    """Whether nodes are asked, too, that are left alone since a start of it failed there."""
 
     def need(self, view: View) -> Need:
         return self.own or need_in(view, self.key, self.manifest)
@@ -119,22 +121,46 @@ class Policy(Protocol):
 
 
 def decided(policy: Policy, request: Request, view: View, now: float, rng: random.Random) -> Decision:
-    """By ``policy``. What is left alone for a failed start is asked all the same where no other node has room."""
+    """By ``policy``. What is left alone for a failed start is asked all the same where no other node has room, nor is
+    to have it."""
     decision = policy.place(request, view, now, rng)
     if not isinstance(decision, Wait) or decision.room:
         return decision
-    yields = [place for place, said in view.refused.items() if place[0] == request.key and said.yields]
-    if not yields:
+    failed = failed_on(view, request.key, now)
+    if not failed or _comes(decision, view, request, now, failed):
         return decision
-    return policy.place(request, replace(view, refused=without(view.refused, yields)), now, rng)
+    return policy.place(replace(request, failed=True), view, now, rng)
 
 
-def may_start(view: View, key: Key, now: float) -> May:
+def failed_on(view: View, key: Key, now: float) -> list[str]:
+    """Nodes that are left alone since a start of version ``key`` failed there, as long as others have room."""
+    there = ((node, said) for (which, node), said in view.refused.items() if which == key)
+    return [node for node, said in there if said.yields <= now < said.until]
+
+
+def _comes(decision: Wait, view: View, request: Request, now: float, failed: Sequence[str]) -> bool:
+    """Whether it is to have room where no start of it has ``failed``: what has no calls to finish is being ended for
+    it, calls are expected to end, which is waited for as long as was first said, or a node is made. None is made for
+    what has failed on several: it may be no node's fault."""
+    going = [view.instances[name] for name in decision.claims]
+    if going and all(each.stop is not None and not ends_late(each) for each in going):
+        return True
+    if decision.seconds is not None:
+        known = view.put_off.get(request.key)
+        first = known.outlook if known is not None else None
+        if first is None or first.seconds is None or now <= first.at + first.seconds:
+            return True
+    return request.patient and len(failed) == 1 and awaited(view, request.need(view), now) is not None
+
+
+def may_start(view: View, key: Key, now: float, *, failed: bool = False) -> May:
     """Whether a node may be asked to start version ``key`` now, room aside: living, neither cordoned nor draining, able
-    to make sandboxes, not kept for another version, not in doubt, and it has not just refused."""
+    to make sandboxes, not kept for another version, not in doubt, and it has not just refused. ``failed``: also where a
+    start of it has failed."""
     since = now - LOST_AFTER_S
     heard = view.listening_since > since  # else silence counts
-    barred = {node for (which, node), said in view.refused.items() if which == key and said.until > now}
+    refused = ((node, said) for (which, node), said in view.refused.items() if which == key)
+    barred = {node for node, said in refused if (min(said.until, said.yields) if failed else said.until) > now}
     barred.update(node for node, whose in view.kept.items() if whose != key)
     barred.update(view.in_doubt(now))
 

@@ -10,7 +10,18 @@ from math import inf
 from typing import Final, TypeAlias
 
 from sllm_runtime.control import autoscale, backoff, draining, instances, migration, moved, patience, room, warmup
-from sllm_runtime.control.placement import Decision, Evict, Migrate, Place, Policy, Refuse, Request, Wait, decided
+from sllm_runtime.control.placement import (
+    Decision,
+    Evict,
+    Migrate,
+    Place,
+    Policy,
+    Refuse,
+    Request,
+    Wait,
+    decided,
+    failed_on,
+)
 from sllm_runtime.control.providing import awaiting
 from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.moving import under_way
@@ -282,11 +293,13 @@ def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Co
     most = turns.places(key)
     if not most:
         return view
+    asked = 2 if failed_on(view, key, now) else 1  # times for each: a decision may be made over
+    most = -(-most // asked)
     view = _passed(view, turns, now)
     least = autoscale.floor(view, key, version.manifest)
     placed, beside, coming = 0, 0, list[float]()
     for number in range(min(lack, most)):
-        turns.looked(key)
+        turns.looked(key, asked)
         request = Request(key, version.manifest, version.model, further=bool(coming))
         decision = _choose(request, view, context=context)
         for_calls = there + number >= least  # none is wanted but for calls that wait
@@ -309,7 +322,7 @@ def _grow(view: View, version: VersionRecord, there: int, lack: int, context: Co
         if view.claims.keys() <= before and (request.further or not under_way(view, request)):
             break
     if coming:
-        view = patience.waited(view, request, lack - placed - beside, now)
+        view = patience.waited(view, request, lack - placed - beside, now, turns)
     turns.more = turns.more or (placed > 0 and lack > most)
     return _counted(view, key, lack - placed)
 
@@ -332,7 +345,8 @@ def _started(view: View, version: VersionRecord, place: Place, context: Context,
     known = view.put_off.get(key)
     outlook = known.outlook if known is not None else None
     caller = next(iter(view.callers.get(key, EMPTY).values()), "")
-    made = replace(_new(version, place, context), outlook=None if waits else outlook, call=caller)
+    waited = known is not None and not waits
+    made = replace(_new(version, place, context), outlook=None if waits else outlook, waited=waited, call=caller)
     view = view.put_instance(made)
     if more or waits:
         return patience.behind(view, key, context.now, outlook if waits else None)

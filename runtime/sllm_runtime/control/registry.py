@@ -24,6 +24,8 @@ KEEP_RETIRED: Final = 50
 """Versions of a function that can be rolled back to, beside the active one."""
 KEEP_SOURCES: Final = 16
 """Places of a model that are kept, the newest ones: each is one more to read it from again."""
+KEEP_REQUESTS: Final = 8
+"""Deployments of a version whose askers another controller can tell that it has the route, the newest ones."""
 _NEEDED: Final = frozenset({VersionState.PREPARING, *ROUTABLE})
 
 
@@ -106,13 +108,20 @@ def activate(view: View, key: Key, request: str = "") -> View:
         view = view.put_function(msgspec.structs.replace(function, active=key[1], previous=previous))
         view = _state(view, key, VersionState.ACTIVE)
     record = view.versions.get(key)
-    return view.put_version(msgspec.structs.replace(record, request=request)) if request and record else view
+    if record is None or not request:
+        return view
+    requests = tuple(dict.fromkeys((*_requests(record), request)))[-KEEP_REQUESTS:]
+    return view.put_version(msgspec.structs.replace(record, request=request, requests=requests))
 
 
 def routed_by(view: View, request: str) -> int | None:
     """The version that got the route by this deployment."""
     found = (record for record in view.versions.values() if record.state in ROUTABLE)
-    return next((record.version for record in found if request and record.request == request), None)
+    return next((record.version for record in found if request and request in _requests(record)), None)
+
+
+def _requests(record: VersionRecord) -> tuple[str, ...]:
+    return record.requests or tuple(filter(None, (record.request,)))
 
 
 def rollback(view: View, name: str, number: int | None, request: str = "") -> View:
@@ -194,6 +203,17 @@ def model_of(view: View, digest: str) -> ModelRecord:
     if len(found) > 1:
         raise Conflict(f"{digest!r} begins the digests of {len(found)} models; give more digits")
     return found[0]
+
+
+def left_of(view: View, digest: str) -> ModelRecord:
+    """As ``model_of``; of a model whose record is gone what nodes report to have, or no more than its ``digest``."""
+    try:
+        return model_of(view, digest)
+    except ModelNotFound:
+        wanted = f"sha256:{digest.removeprefix('sha256:')}"
+        statuses = (node.status for node in view.nodes.values() if node.status is not None)
+        told = {each for status in statuses for each in (*status.models, *status.resident) if each.startswith(wanted)}
+        return ModelRecord(digest=told.pop() if len(told) == 1 else wanted, uri="", nbytes=0, partitions=())
 
 
 def used_by(view: View, digests: frozenset[str]) -> Mapping[str, tuple[str, ...]]:

@@ -176,7 +176,7 @@ class Service:
         if request.verb == "validate":
             return await self._models.validate(request.digest)
         if request.verb == "delete":
-            return await self._models.delete(request.digest)
+            return await self._models.delete(request.digest, again=request.again)
         return registry.model_info(self._loop.view, registry.model_of(self._loop.view, request.digest))
 
     async def nodes(self, request: ctl.Listing) -> ctl.NodeList:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from sllm_runtime.platform.clock import since_boot
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import StaleTerm, Unavailable
 from sllm_runtime.protocol.records import Lease, Term
@@ -58,7 +58,7 @@ async def stand_by(
     controller: str,
     waiting: Callable[[], None],
     *,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = since_boot,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> int:
     """Wait until nobody leads, then be elected; the new term. Ends only so, or cancelled. Calls ``waiting`` each time

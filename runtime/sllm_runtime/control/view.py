@@ -103,6 +103,8 @@ class Instance:
     """What its start was expected to take."""
     outlook: Outlook | None = None
     """What was decided before it could be placed."""
+    waited: bool = False
+    """Whether it has the place that its version had waited for; others of it may find theirs at once."""
     call: str = ""
     """One that waited for it when it was placed."""
     adopted: bool = False
@@ -205,7 +207,9 @@ class Migration:
     by: Key | None = None
     """As ``Move.by``; None: people asked for it, or a node is drained."""
     unfit: Mapping[str, float] = field(default_factory=dict)
-    """Nodes where one was started in vain, and until when none is again; infinite: it computes other bits there."""
+    """Nodes where one did not start, and until when none is again."""
+    apart: Mapping[str, float] = field(default_factory=dict)
+    """Nodes where one was of another numerics class, and until when none is again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +226,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A node would not begin an instance; it is left alone until ``until``. ``yields``: or until no other has room."""
+    """A node would not begin an instance; it is left alone until ``until``. ``yields``: from then on it is asked where
+    no other has room."""
 
     until: float
     reason: str
-    yields: bool = False
+    yields: float = inf
 
 
 class Waited(NamedTuple):

@@ -14,12 +14,13 @@ import pytest
 from sllm_runtime.control import view
 from sllm_runtime.control.daemon import ControllerSettings, lead
 from sllm_runtime.control.migration import KEEP_S
+from sllm_runtime.control.scheduling.policies import Preemption
 from sllm_runtime.control.service import Service
 from sllm_runtime.platform import state
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Last, last_messages
 from sllm_runtime.protocol import ctl, subjects
-from sllm_runtime.protocol.errors import InvalidRequest, StaleTerm, Unavailable
+from sllm_runtime.protocol.errors import StaleTerm, Unavailable
 from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
@@ -202,7 +203,13 @@ class _Any:
         return name
 
 
-def test_calls_cannot_be_left_in_peace_for_longer_than_moves_are_remembered() -> None:
-    assert ControllerSettings.load({"SLLM_SETTLED": f"{KEEP_S:g}"}).settled == KEEP_S
-    with pytest.raises(InvalidRequest, match="SLLM_SETTLED"):
-        ControllerSettings.load({"SLLM_SETTLED": f"{KEEP_S + 1:g}"})
+def test_who_wants_calls_left_in_peace_for_longer_than_moves_are_remembered_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It holds for what is stopped, and controllers went by it."""
+    ControllerSettings.load({"SLLM_SETTLED": f"{KEEP_S:g}"}).chosen_policy()
+    assert not caplog.records
+    policy = ControllerSettings.load({"SLLM_SETTLED": "300", "SLLM_POLICY": "preemption"}).chosen_policy()
+    assert isinstance(policy, Preemption)
+    assert policy._settled_s == 300
+    assert "moved again after 60 s" in caplog.text

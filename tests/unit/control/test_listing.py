@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sllm_gateway.app import running
 from sllm_gateway.settings import GatewaySettings
+from sllm_invoker.report import fitted
 from sllm_runtime.control import listing, registry
 from sllm_runtime.control.view import Node, View
 from sllm_runtime.protocol import codec, ctl
@@ -133,3 +134,18 @@ def test_what_nodes_have_is_gone_through_once_a_page_however_many_models_there_a
     }  # fmt: skip
     assert 1 < asked < 10
     assert Looked.times <= asked
+
+
+def test_a_node_that_has_filled_its_report_is_listed() -> None:
+    """And with it all others."""
+    models = tuple(f"sha256:{number:064}" for number in range(9 * MANY))
+    full = fitted(msgspec.structs.replace(FakeNode("n2", 1.0, 0).report(), models=models))
+    assert full.untold
+    reports = {"n1": FakeNode("n1", 1.0, 0).report(), "n2": full, "n3": FakeNode("n3", 1.0, 0).report()}
+    view = View(nodes={name: Node(NodeRecord(node=name), status) for name, status in reports.items()})
+    found, after = list[str](), ""
+    while after or not found:
+        page = listing.nodes(view, after, 0.0)
+        assert len(codec.pack(ctl.Reply(value=msgspec.Raw(codec.pack(page))))) <= MAX_MESSAGE
+        found, after = [*found, *(each.record.node for each in page.nodes)], page.next
+    assert found == ["n1", "n2", "n3"]

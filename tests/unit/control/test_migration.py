@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import msgspec
@@ -281,6 +282,27 @@ def test_where_other_bits_are_computed_is_refused_before_it_begins() -> None:
     world.turn(migration.PLACE_S + 1)
     assert state(world, source) is MigrationState.ABANDONED
     assert len(world.started) == before
+
+
+def test_where_another_context_was_served_on_an_accelerator_of_its_kind_it_is_tried_again_later() -> None:
+    """Less of its memory may have been free at that start."""
+    world, source = running(*(FakeNode(name, cpu=4.0, gpus=1) for name in ("n1", "n2")), gpu="L4")
+    ask(world, source, "n2")
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    world.hear_all()
+    ready(world, destination, fingerprint="g")
+    world.plan()
+    assert "or serves another context" in migration.so_far(world.view, source).note
+    world.hear_all()
+    world.plan()
+    assert world.live(CHAT) == [source]
+    with pytest.raises(InvalidRequest, match="cannot go on at node n2"):
+        ask(world, source, "n2")
+    world.now += migration.FAILED_S
+    world.hear_all()
+    ask(world, source, "n2")
+    assert state(world, source) is MigrationState.PREPARING
 
 
 def test_a_node_that_was_tried_in_vain_is_refused_and_no_policy_has_it_tried_again() -> None:
@@ -625,8 +647,8 @@ def test_an_idle_instance_on_a_node_that_is_to_be_left_is_not_taken(why: str) ->
     assert world.view.migrations[source].destination == ""
 
 
-@pytest.mark.parametrize("yields", [True, False], ids=["failed", "refused"])
-def test_an_idle_instance_is_taken_where_another_start_of_its_version_found_no_room_or_failed(yields: bool) -> None:
+@pytest.mark.parametrize("yields", [0.0, inf], ids=["failed", "refused"])
+def test_an_idle_instance_is_taken_where_another_start_of_its_version_found_no_room_or_failed(yields: float) -> None:
     """That says nothing of one that is ready."""
     world, source = running(max_instances=3, cpu=3.0)
     idle = another(world, source)

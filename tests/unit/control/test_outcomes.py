@@ -12,7 +12,8 @@ from sllm_runtime.control import registry
 from sllm_runtime.control.events import events
 from sllm_runtime.control.explain import explained, started
 from sllm_runtime.control.history import History
-from sllm_runtime.control.plan import Context, plan
+from sllm_runtime.control.placement import Place
+from sllm_runtime.control.plan import Context, _make, plan
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.scheduling.startup import StartupTime
 from sllm_runtime.control.view import Key, Migration, View
@@ -112,6 +113,20 @@ def test_a_start_that_could_not_be_made_at_once_is_explained_by_what_was_decided
         (there,) = told.candidates
         assert there.why == "needs 1 x L4 (has none)"
         assert by in {*(way.by for way in there.ways), ""}
+
+
+def test_where_a_move_goes_to_has_not_waited_for_the_room_that_its_version_waits_for() -> None:
+    full, _ = function(cluster(node("near", models=(M.digest,)), models=(M,)), "chat", M)
+    before = idle(function(full, "other")[0].put_waiting(CHAT, "gw", 1), "other", "near", running=1)
+    history, waits = History(), planned(before, NOW)
+    history.follow(before, waits, NOW)
+    context = Context(now=NOW + 42.0, wall=0.0, policy=StartupTime(), rng=random.Random(1))
+    moving, name = _make(waits, CHAT, Place("near", (0,)), context=context)
+    history.follow(waits, moving, NOW + 42.0)
+    past = history.of(name)
+    assert past is not None
+    assert past.now == NOW + 42.0
+    assert "waited" not in started(past, StartupTime()).decision
 
 
 def test_a_start_that_is_made_at_once_waited_for_nothing() -> None:

@@ -1,6 +1,7 @@
 """The plan, example by example: starts, back-off, keep-alive, room, losses. No I/O."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import msgspec
@@ -11,21 +12,21 @@ from sllm_runtime.control.autoscale import HANDOVER_S, keep_s
 from sllm_runtime.control.changes import writes
 from sllm_runtime.control.draining import cordon
 from sllm_runtime.control.loop import refused
-from sllm_runtime.control.placement import may_start
+from sllm_runtime.control.placement import Decision, Request, Wait, may_start
 from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
 from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling.learned import Recent
-from sllm_runtime.control.scheduling.policies import Random
+from sllm_runtime.control.scheduling.policies import POLICIES, Random
 from sllm_runtime.control.view import Node, View
 from sllm_runtime.protocol.errors import NoCapacity, ProtocolError
 from sllm_runtime.protocol.limits import LOST_AFTER_S, OVERDUE_S
 from sllm_runtime.protocol.node import NodeRecord
-from sllm_runtime.protocol.records import InstanceRecord
+from sllm_runtime.protocol.records import InstanceRecord, ModelRecord
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.subjects import instance_key
 from sllm_runtime.protocol.timeline import Span
-from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest, version
+from tests.unit.control.world import ERROR, GIB, FakeNode, World, deployed, manifest, version
 
 CHAT = ("chat", 1)
 
@@ -452,6 +453,114 @@ def test_where_the_other_node_is_full_the_one_where_it_failed_is_tried_again_aft
     world.turn(2.5)
     (name,) = world.live(CHAT)
     assert world.view.instances[name].record.node == other
+
+
+def failed_on(world: World, **fields: object) -> str:
+    """Where a start of ``chat`` was made, and failed: of its two nodes one is full."""
+    world.nodes["n2"].holds["another"] = (4.0, ())
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat", **fields))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (instance,) = world.live(CHAT)
+    world.finish(instance, InstanceState.FAILED, ERROR)
+    return world.view.instances[instance].record.node
+
+
+def other_on_n2(world: World) -> str:
+    """In place of what fills it there is an instance of another function, which is ready."""
+    del world.nodes["n2"].holds["another"]
+    world.nodes["n2"].labels = {"zone": "b"}
+    world.view = deployed(world.view, manifest("other", cpu=4.0, labels={"zone": "b"}))
+    world.wait_for(("other", 1), 1)
+    world.hear_all()
+    world.plan()
+    (name,) = world.live(("other", 1))
+    world.wait_for(("other", 1), 0)
+    world.finish(name, InstanceState.READY)
+    return name
+
+
+@pytest.mark.parametrize("policy", ["startup-time", "availability"])
+def test_what_is_being_ended_for_a_start_is_waited_for_before_the_node_where_it_failed_is_asked(policy: str) -> None:
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    world.policy = POLICIES[policy]()
+    assert failed_on(world, cpu=4.0) == "n1"
+    idle = other_on_n2(world)
+    world.nodes["n2"].set(idle, InstanceState.READY, idle_s=100.0, served=1)
+    world.now += 1.5
+    world.hear_all()
+    world.plan(deliver=False)
+    assert world.view.instances[idle].stop is not None
+    for _ in range(8):
+        world.now += 0.25
+        world.hear_all()
+        world.plan(deliver=False)
+        assert not world.live(CHAT)
+    world.finish(idle, InstanceState.STOPPED)
+    world.plan()
+    (name,) = world.live(CHAT)
+    assert world.view.instances[name].record.node == "n2"
+
+
+def test_calls_that_were_to_end_and_do_not_are_not_waited_for_where_another_node_has_room() -> None:
+    """Though the start has failed there, once."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    view = world.view.put_model(ModelRecord(digest="sha256:m", uri="s3://m/m", nbytes=GIB, partitions=(GIB,)))
+    for node in world.nodes.values():
+        node.models = ("sha256:m",)
+    world.view = replace(view, learned=view.learned.called(("other", 1), 3.0))
+    assert failed_on(world, cpu=4.0) == "n1"
+    world.view = world.view.put_version(msgspec.structs.replace(world.view.versions[CHAT], model="sha256:m"))
+    busy = other_on_n2(world)
+    world.nodes["n2"].set(busy, InstanceState.READY, running=1)
+    world.turn(2.0)
+    assert "waits for calls to end on n2" in world.view.why(CHAT)
+    assert not world.live(CHAT)
+    for _ in range(60):  # each is followed by another one
+        served = world.nodes["n2"].instances[busy].served + 1
+        world.nodes["n2"].set(busy, InstanceState.READY, running=1, served=served, worked_s=float(served))
+        world.turn(0.5)
+    (name,) = world.live(CHAT)
+    assert world.view.instances[name].record.node == "n1"
+
+
+def test_a_node_that_is_full_for_a_moment_is_still_the_last_to_be_asked_where_a_start_failed() -> None:
+    """And is left alone for as long as any other that is full."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    assert failed_on(world) == "n1"
+    world.nodes["n1"].cpu = 0.0  # of which its last report says nothing yet
+    world.now += 1.5
+    (action,) = world.plan()
+    assert isinstance(action, SendStart)
+    assert world.refusals == 1
+    world.nodes["n1"].cpu = 4.0
+    assert not world.plan(), "it has just refused"
+    world.now += 1.1
+    del world.nodes["n2"].holds["another"]
+    world.hear_all()
+    world.plan()
+    (name,) = world.live(CHAT)
+    assert world.view.instances[name].record.node == "n2"
+
+
+def test_where_a_start_failed_the_policy_is_asked_about_the_same_view() -> None:
+    """What it has made of that for all starts of a plan holds."""
+    asked = list[tuple[bool, View]]()
+
+    class Nowhere:
+        def place(self, request: Request, view: View, now: float, rng: random.Random) -> Decision:
+            asked.append((request.failed, view))
+            return Wait("there is no room")
+
+    world = World(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=4.0, gpus=0))
+    failed_on(world)
+    world.policy = Nowhere()
+    world.now += 1.5
+    world.plan()
+    assert [failed for failed, _ in asked] == [False, True]
+    assert asked[0][1] is asked[1][1]
 
 
 def test_where_no_other_node_could_run_it_the_same_is_tried_again(world: World) -> None:

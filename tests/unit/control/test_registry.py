@@ -5,6 +5,7 @@ import hashlib
 
 import pytest
 
+from sllm_runtime.control import registry
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
@@ -103,6 +104,26 @@ async def test_a_model_is_kept_while_a_version_needs_it(bench: Bench) -> None:
     await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="delete"))
     assert (await bench.gateway.ask("models", ctl.Listing())).models == ()
     assert [command.verb for command in bench.node.commands] == [*["validate"] * 3, "delete"]
+
+
+async def test_a_model_whose_deletion_is_asked_of_the_next_controller_goes_from_the_nodes(bench: Bench) -> None:
+    """The one before has forgotten it, and may have told no node so."""
+    registered: ctl.Registered = await bench.gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
+    assert registered.model is not None
+    digest, loop = registered.model.digest, bench.controller.loop
+    await until(lambda: registry.holders(loop.view, frozenset({digest})), what="n1 has told of it")
+    await loop.commit(lambda view: registry.drop_model(view, digest))
+    bench.node.problem = Unavailable("its disk is away")
+    for named, left in ((digest[7:15], "not removed everywhere: n1: its disk is away"), (digest, "")):
+        with pytest.raises(ModelNotFound):
+            await bench.gateway.ask("model", ctl.ModelRef(digest=named, verb="delete"))
+        again = ctl.ModelRef(digest=named, verb="delete", again=True)
+        assert (await bench.gateway.ask("model", again)).problem == left
+        bench.node.problem = None
+    assert [(command.verb, command.digest) for command in bench.node.commands] == [("delete", digest)] * 2
+    nowhere = ctl.ModelRef(digest="abcd", verb="delete", again=True)
+    assert (await bench.gateway.ask("model", nowhere)).problem == ""
+    assert len(bench.node.commands) == 2, "no node can be asked for a beginning"
 
 
 async def test_a_model_is_looked_for_wherever_it_may_be(bench: Bench, nats: Nats) -> None:

@@ -3,6 +3,7 @@ anything is."""
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 from hypothesis import given
@@ -154,6 +155,28 @@ async def test_a_leader_is_sure_only_as_long_as_it_has_proof(nats: Nats) -> None
         await leadership.assured(0.01)
     await leadership.release()
     assert await other.get(LEASE_KEY, Lease) != Lease(term=1, controller=CONTROLLER, released=True)
+
+
+async def test_a_leader_whose_machine_slept_is_not_sure(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``time.monotonic`` stands still meanwhile."""
+    store, read = await nats.store(CONTROLLER), time.clock_gettime
+    await store.elect(CONTROLLER)
+    leadership = Leadership(store, store._bus, CONTROLLER)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: read(clock) + (clock == time.CLOCK_BOOTTIME) * 600.0)
+    assert not leadership.sure
+    await leadership.release()
+
+
+async def test_who_finds_another_one_leading_after_a_reconnect_is_not_sure_any_more(nats: Nats) -> None:
+    """Whatever was proved before."""
+    store, time = await nats.store(CONTROLLER), Time()
+    await store.elect(CONTROLLER)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock)
+    await (await nats.store(CONTROLLER_2)).elect(CONTROLLER_2)
+    assert leadership.sure
+    leadership._look()
+    await until(lambda: not leadership.sure, what="it has looked")
+    await leadership.release()
 
 
 async def test_where_nothing_can_be_written_reading_is_proof(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from sllm_runtime.control.plan import Context, Plan, plan
 from sllm_runtime.control.routes import answer, so_far
 from sllm_runtime.control.scheduling.policies import StartupTime
 from sllm_runtime.control.turns import FIRST, MOST, Turns
-from sllm_runtime.control.view import NOT_YET, Claim, Key, View
+from sllm_runtime.control.view import NOT_YET, Claim, Key, Refusal, View
 from sllm_runtime.protocol.ctl import Acquire
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node
 
@@ -106,6 +106,14 @@ def test_few_are_all_looked_at_in_each_plan() -> None:
         made, asked = planned(view)
         assert (asked, made.more) == (names(0, MOST), False)
         view = made.view
+
+
+def test_who_is_decided_about_twice_has_two_of_the_places() -> None:
+    """Where a start of it has failed is asked, too, where no other node has room."""
+    view = crowded(MOST)
+    bars = {(key, "near"): Refusal(NOW + 60.0, "a start failed there", yields=NOW) for key in names(0, MOST)}
+    _, asked = planned(replace(view, refused=bars))
+    assert asked == [key for key in names(0, MOST // 2) for _ in range(2)]
 
 
 def test_who_comes_first_does_not_wait_for_its_turn() -> None:

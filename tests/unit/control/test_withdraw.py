@@ -4,13 +4,16 @@ import asyncio
 import uuid
 from typing import Any
 
+import msgspec
 import pytest
 
+from sllm_runtime.control import registry
+from sllm_runtime.control.view import View
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import Cancelled
 from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench, Gateway, controller_of, manifest
@@ -106,5 +109,20 @@ async def test_too_late_for_another_controller_than_the_one_that_gave_it_the_rou
             deploy = ctl.Deploy(request=request, manifest=manifest(), bundle=bundle, bundle_bytes=3, wait_s=15.0)
             assert (await gateway.ask("deploy", deploy)).version is not None
     async with controller_of(nats, "ctl2"):
-        told = [await gateway.ask("withdraw", ctl.Withdraw(request=request)) for request in (*requests[2:], "other")]
-    assert [each.version for each in told] == [2, None, 1, None], "of each version the last one"
+        told = [await gateway.ask("withdraw", ctl.Withdraw(request=request)) for request in (*requests, "other")]
+    assert [each.version for each in told] == [1, 2, 2, 1, 1, None]
+
+
+def test_what_a_controller_of_before_has_stored_of_who_asked() -> None:
+    record = VersionRecord(
+        function="chat", version=1, manifest=manifest(), bundle="", bundle_bytes=0, content="", request="old"
+    )
+    view = View(functions={"chat": FunctionRecord(function="chat", active=1, last_version=1)})
+    view = view.put_version(msgspec.structs.replace(record, state=VersionState.ACTIVE))
+    assert registry.routed_by(view, "old") == 1
+    for number in range(registry.KEEP_REQUESTS):
+        assert registry.routed_by(view, "old") == 1
+        view = registry.activate(view, ("chat", 1), f"r{number}")
+    assert registry.routed_by(view, "old") is None, "the last few"
+    assert registry.routed_by(view, "r0") == 1
+    assert view.versions["chat", 1].request == f"r{registry.KEEP_REQUESTS - 1}"

@@ -100,6 +100,8 @@ class World:
         """When which instance got its first start command."""
         self.refusals = 0
         """Starts for which a node had no room."""
+        self.more = False
+        """Whether the next plan is to follow at once."""
 
     def hear(self, name: str) -> None:
         node = self.nodes[name]
@@ -115,7 +117,7 @@ class World:
     def plan(self, *, deliver: bool = True) -> tuple[Action, ...]:
         """One step; ``deliver=False`` loses the commands on their way."""
         made = plan(self.view, Context(now=self.now, wall=0.0, policy=self.policy, rng=self.rng))
-        self.view = made.view
+        self.view, self.more = made.view, made.more
         for action in made.actions:
             if isinstance(action, SendStart) and action.instance not in [name for _, name in self.started]:
                 self.started.append((self.now, action.instance))
@@ -166,6 +168,8 @@ class World:
                         node.instances[name] = msgspec.structs.replace(status, idle_s=status.idle_s + step)
             self.hear_all()
             self.plan()
+            while self.more:
+                self.plan()
 
     def live(self, key: Key) -> list[str]:
         return [instance.record.instance for instance in self.view.of(key) if instance.live]

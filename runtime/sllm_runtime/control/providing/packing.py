@@ -31,6 +31,14 @@ def fitting(needs: Sequence[Need], nodes: Sequence[Capacity]) -> int:
     return found
 
 
+def places(need: Need, there: Capacity, most: int) -> int:
+    """How many starts with one ``need`` find room there; no more than ``most`` are counted."""
+    found = 0
+    while found < most and not short(need, there):
+        there, found = _less(there, need), found + 1
+    return found
+
+
 def nodes_for(needs: Sequence[Need], shape: Shape) -> int:
     """Nodes that take all of ``needs`` that fit one at all. At most 11/9 of the fewest, and one, where one resource
     decides (Johnson 1973) and no two use one model."""

@@ -29,7 +29,7 @@ class _Simple(ABC):
         there = servers.of(view)
         kept = [there[name] for name, key in view.kept.items() if key == request.key and name in there]
         need = request.own or servers.need(view, request.key, request.manifest)
-        may = may_start(view, request.key, now)
+        may = may_start(view, request.key, now, failed=request.failed)
         for rank in range(max(len(need.gpus), 1)):
             for server in chain(self.order(request, may, rng), kept):  # which is kept for it it takes in any case
                 gpus = server.devices(need, rank)

@@ -134,8 +134,8 @@ def _start(request: Request, view: View, servers: Servers, crowd: Crowd, now: fl
     servers.of(view)
     model = view.models.get(request.model) if request.model else None
     need = request.own or servers.need(view, request.key, request.manifest)
-    others = crowd.others(request.key, view, now)
-    return Start(request.key, need, model, view.learned, may_start(view, request.key, now), others)
+    others, may = crowd.others(request.key, view, now), may_start(view, request.key, now, failed=request.failed)
+    return Start(request.key, need, model, view.learned, may, others)
 
 
 def _first(start: Start, servers: Servers) -> Room | None:

@@ -15,8 +15,9 @@ from sllm_runtime.control.routes import answer, so_far
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.ctl import Acquire
 from sllm_runtime.protocol.node import AWAITS_NODE
-from tests.unit.control.providing.supply import TIMING, Supplied
-from tests.unit.control.world import deployed, manifest
+from sllm_runtime.protocol.states import InstanceState
+from tests.unit.control.providing.supply import STEP_S, TIMING, Supplied
+from tests.unit.control.world import ERROR, FakeNode, deployed, manifest
 
 CHAT = ("chat", 1)
 FIELDS = {"cpu": 2.0, "concurrency": 1, "max_instances": 20, "keep_alive": 5.0}
@@ -102,6 +103,42 @@ def test_a_start_that_only_just_waits_asks_for_nothing() -> None:
     world.wait_for(CHAT, 1)
     world.live_for(1.0)
     assert desired(world) == []
+
+
+def passes(world: Supplied, seconds: int) -> None:
+    """Time, in which starts neither succeed nor fail."""
+    for _ in range(seconds):
+        world.turn(STEP_S)
+        world.supply()
+
+
+def fails(world: Supplied) -> str:
+    """Where the only start of ``chat`` was made."""
+    (name,) = world.live(CHAT)
+    world.finish(name, InstanceState.FAILED, ERROR)
+    return world.view.instances[name].record.node
+
+
+def test_a_start_that_failed_on_the_only_node_with_room_has_one_made() -> None:
+    """And is not made there again meanwhile. Where the next one fails as well it may be no node's fault."""
+    world = chat(most=4, boot=5.0)
+    for name in ("broken", "full"):
+        world.nodes[name] = FakeNode(name, 4.0, 0)
+    world.nodes["full"].holds["another"] = (4.0, ())
+    world.desired = world.least = 2
+    passes(world, 15)  # they have not only just come
+    world.wait_for(CHAT, 1)
+    passes(world, 1)
+    assert fails(world) == "broken"
+    passes(world, 5)
+    assert not world.live(CHAT)
+    assert CHAT in world.view.awaiting
+    assert desired(world) == [3]
+    passes(world, 5)
+    assert fails(world) == "p1"
+    passes(world, 25)
+    assert world.live(CHAT)
+    assert desired(world) == [3]
 
 
 def test_what_fits_no_node_of_the_provider_is_refused_and_asks_for_nothing() -> None:
