@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 _GGUF_PART: Final = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 MAX_SMALL_FILE: Final = 64 * 2**20
 """A small file above this is refused: it would be sent to every sandbox."""
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What says that a disk has no room."""
 SMALL_NAMES: Final = (
     "config.json", "adapter_config.json", "generation_config.json", "preprocessor_config.json",
     "processor_config.json",
@@ -37,10 +40,11 @@ def small_files(directory: Path) -> dict[str, bytes]:
         path = directory / name
         if not path.is_file():
             continue
-        size = path.stat().st_size
-        if size > MAX_SMALL_FILE:
-            raise InvalidCheckpoint(f"{path} has {size} bytes, above the limit of {MAX_SMALL_FILE}", field=name)
-        found[name] = path.read_bytes()
+        with open(open_source_file(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_SMALL_FILE:
+                raise InvalidCheckpoint(f"{path} has {size} bytes, above the limit of {MAX_SMALL_FILE}", field=name)
+            found[name] = file.read()
     return found
 
 
@@ -53,11 +57,31 @@ def gguf_parts(file: Path) -> list[Path]:
 
 
 def open_source_file(path: Path) -> int:
-    """A descriptor for reading a file of a model's source. Raises ``InvalidCheckpoint``."""
+    """A descriptor for reading a file of a model's source. Raises ``InvalidCheckpoint``, as ``require_own`` does."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise InvalidCheckpoint(f"{path} cannot be opened: {error.strerror}", field=path.name) from error
+    try:
+        require_own(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def require_own(fd: int, path: Path) -> None:
+    """Raises ``InvalidCheckpoint`` if a link led from ``path``, opened as ``fd``, out of the model's directory.
+
+    We see files that are hidden from the function whose model this is: by a link to them it would have their bytes.
+    Asked of what is open, since the link may be another one by now. A hub's cache has a model's files beside it.
+    """
+    real, home = Path(os.readlink(f"/proc/self/fd/{fd}")), path.parent.resolve()
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+        raise InvalidCheckpoint(
+            f"{path} is a link to {real}, outside the model's directory; put the file itself there", field=path.name
+        )
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, path: Path | str) -> None:

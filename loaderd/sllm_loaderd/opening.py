@@ -1,4 +1,4 @@
-"""Files that are opened in a thread, for a task that may be cancelled meanwhile."""
+"""Work in a thread for a task that may be cancelled meanwhile: files that are opened, what has to come to its end."""
 
 from __future__ import annotations
 
@@ -28,3 +28,19 @@ async def opened(action: Callable[[], T], give_back: Callable[[T], object]) -> T
     except asyncio.CancelledError:
         opening.add_done_callback(ended)
         raise
+
+
+async def finished(action: Callable[[], T]) -> T:
+    """What ``action`` returns or raises, in a thread. It is over when this returns or raises, however often the task is
+    cancelled meanwhile: what comes next does not run beside it."""
+    working = asyncio.ensure_future(asyncio.to_thread(action))
+    cancelled: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait([working])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failure = working.exception()
+    if cancelled is not None:
+        raise cancelled from failure
+    return working.result()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import os
@@ -33,6 +34,8 @@ from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound, Unava
 from sllm_runtime.protocol.loader import DISK, FileEntry
 
 _READ_ONLY_SEALS = 0x1 | 0x2 | 0x4 | 0x8
+_THERE = (errno.ENOTEMPTY, errno.EEXIST)
+"""What a rename to a directory that has files says; which of them, the file system chooses."""
 
 
 class StoredModel:
@@ -198,8 +201,12 @@ class ModelStore:
         One whose partitions were remote so far gets those that ``staged`` has.
         """
         target = self.models / digest_hex(digest)
-        if not target.is_dir():
+        try:
             os.rename(staged, target)
+        except OSError as error:
+            if error.errno not in _THERE:
+                raise
+        else:
             sync_directory(self.models)
             return target
         for partition in sorted(staged.glob("partition_*.bin")):

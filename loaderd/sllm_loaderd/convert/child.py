@@ -26,6 +26,7 @@ from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildO
 from sllm_loaderd.convert.direct import index_directly
 from sllm_loaderd.convert.directory import write_checkpoint
 from sllm_loaderd.convert.remote import take_index
+from sllm_loaderd.files import FULL
 from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
 from sllm_loaderd.sources.fetch import Progress, forget, resolve
 from sllm_loaderd.sources.listing import is_partition
@@ -109,7 +110,7 @@ def _named(uri: str) -> str:
 
 
 def _converted(source: Source, fingerprint: str, staging: Path, cache: Path, turn: Callable[[], None]) -> ChildOutcome:
-    directory = resolve(source, cache, _reporter("fetch"), fingerprint)
+    directory = resolve(source, cache, _reporter("fetch"), fingerprint, converted=True)
     turn()
     if (directory / INDEX_NAME).is_file():
         checkpoint = open_checkpoint(directory)
@@ -119,6 +120,10 @@ def _converted(source: Source, fingerprint: str, staging: Path, cache: Path, tur
         digest = write_checkpoint(directory, staging, progress=_reporter("convert"))
     except (InvalidRequest, InvalidCheckpoint):  # these files will do no better the next time
         forget(directory, cache)
+        raise
+    except OSError as error:
+        if error.errno in FULL:  # what else is written there needs the room
+            forget(directory, cache)
         raise
     forget(directory, cache)  # the checkpoint has it all now
     return ChildOutcome(digest, fingerprint)
@@ -154,7 +159,8 @@ def main() -> None:
     except MemoryError:
         failure = OutOfMemory("the conversion ran out of memory; free some and try again", stage="convert")
     except OSError as error:
-        failure = Unavailable(f"{error.strerror} ({error.filename}); check disk space and permissions", stage="convert")
+        text = f"{error.strerror} ({error.filename or args.uri}); check disk space and permissions"
+        failure = Unavailable(text, stage="convert")
     except Exception as error:  # the daemon reports a bug here as what it is
         failure = InternalError(f"conversion failed: {error!r}", stage="convert")
     else:

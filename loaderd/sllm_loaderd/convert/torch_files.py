@@ -17,7 +17,7 @@ import torch
 from sllm_loaderd.convert.shards import check_shards, read_shard_index
 from sllm_loaderd.convert.source import SourceExtras, SourceTensor
 from sllm_loaderd.convert.strided import Strided, read_strided
-from sllm_loaderd.files import read_exactly
+from sllm_loaderd.files import open_source_file, read_exactly
 from sllm_runtime.protocol.checkpoint import ITEM_BYTES, contiguous_stride, extent
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 
@@ -33,7 +33,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_source_file(path)
         self._map: mmap.mmap | None = None
         self._storages: dict[int, memoryview] = {}
         try:

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import msgspec
 
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress, ChildReady
 from sllm_loaderd.held import Held
+from sllm_loaderd.opening import finished
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
 from sllm_loaderd.store import ModelStore
@@ -113,17 +114,36 @@ class Registrations:
         if known is not None and await asyncio.to_thread(self._unchanged, known):
             return known.digest
         report = functools.partial(self._tell, (uri, converted))
-        async with self._children:
-            with self._store.staging() as staging:
-                arguments = ["--known", known.fingerprint if known else "", *([] if converted else ["--direct"])]
-                outcome = await self._convert(uri, staging, report, *arguments)
-                if not outcome.digest and known is not None:
-                    return known.digest
-                self._store.adopt(staging, outcome.digest)
+        async with self._children, self._staging() as staging:
+            arguments = ["--known", known.fingerprint if known else "", *([] if converted else ["--direct"])]
+            outcome = await self._convert(uri, staging, report, *arguments)
+            if not outcome.digest and known is not None:
+                return known.digest
+            await finished(lambda: self._take(staging, uri, outcome, former))
+        return outcome.digest
+
+    @contextlib.asynccontextmanager
+    async def _staging(self) -> AsyncIterator[Path]:
+        """As the store's. What is left in it may be a whole model, which a disk removes in seconds: not in the loop."""
+        block = contextlib.ExitStack()
+        path = block.enter_context(self._store.staging())
+        try:
+            yield path
+        finally:
+            await finished(block.close)
+
+    def _take(self, staging: Path, uri: str, outcome: ChildOutcome, former: SourceRecord | None) -> None:
+        """Into the store, with where it came from; in place of ``former`` if that was the same. Blocking."""
+        self._store.adopt(staging, outcome.digest)
         if former is not None and former.fingerprint == outcome.fingerprint:
             self._store.replace(former.digest, outcome.digest)
         self._store.remember(SourceRecord(uri, outcome.fingerprint, outcome.digest, outcome.entries))
-        return outcome.digest
+
+    async def forget(self, digest: str) -> None:
+        """The model goes: a conversion that was to take its place is of no use, and is ended."""
+        if (later := self._later.get(digest)) is not None:
+            later.cancel()
+            await asyncio.wait([later], timeout=2 * _STOP_S)
 
     def _tell(self, key: _Key, progress: ChildProgress) -> None:
         if (running := self._running.get(key)) is not None:
@@ -146,17 +166,20 @@ class Registrations:
             if (record := self._store.recall(uri)) is not None and record.digest == digest:
                 await self._held.loaded(record, FIRST_LOAD_S)
                 await self._held.hand_over(record)
-            async with self._children:
-                with self._store.staging() as staging:
-                    outcome = await self._convert(uri, staging, lambda progress: None, "--known", "", "--idle")
-                    known = self._store.recall(uri)
-                    if known is None or (known.digest, known.fingerprint) != (digest, outcome.fingerprint):
-                        log.warning("%s has changed or is gone: its conversion is not used", uri)
-                        return
-                    self._store.adopt(staging, outcome.digest)
-                    self._store.replace(digest, outcome.digest)
+            async with self._children, self._staging() as staging:
+                outcome = await self._convert(uri, staging, lambda progress: None, "--known", "", "--idle")
+                await finished(lambda: self._put(staging, uri, outcome, digest))
         except (SllmError, OSError) as error:
             log.warning("%s stays as it is, its conversion failed: %s", uri, error)
+
+    def _put(self, staging: Path, uri: str, outcome: ChildOutcome, digest: str) -> None:
+        """In place of the model ``digest``, if its source is what it was. Blocking."""
+        known = self._store.recall(uri)
+        if known is None or (known.digest, known.fingerprint) != (digest, outcome.fingerprint):
+            log.warning("%s has changed or is gone: its conversion is not used", uri)
+            return
+        self._store.adopt(staging, outcome.digest)
+        self._store.replace(digest, outcome.digest)
 
     def _unchanged(self, known: SourceRecord) -> bool:
         """Whether a local source is what it was; a remote one is asked by the child."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 from sllm_loaderd.daemon.connection import GRANTED_HELLO_S, Connection, as_error
@@ -75,7 +75,7 @@ class SandboxConnection:
         self._keep = keep
         self._loads: dict[int, Loading] = {}
         self._bringing: dict[int, asyncio.Task[None]] = {}
-        """Loads of adapters that come to the node first; cancelling one is safe."""
+        """Loads of adapters that come to the node first, each until its task has ended; cancelling one is safe."""
         self._closed = False
 
     async def serve(self) -> None:
@@ -119,11 +119,12 @@ class SandboxConnection:
 
     async def _handle(self, message: SandboxRequest, group: asyncio.TaskGroup) -> None:
         if isinstance(message, Load):
-            if self._far(message):
-                self._begin_to_bring(message, group)
-                return
             try:
-                await self._load(message)
+                if self._far(message):
+                    self._begin_to_bring(message, group)
+                else:
+                    self._require_free(message.request, self._loads)
+                    await self._load(message)
             except (SllmError, OSError) as error:
                 self._connection.fail(message.request, as_error(error))
         elif isinstance(message, Cancel):
@@ -139,19 +140,24 @@ class SandboxConnection:
 
     def _far(self, request: Load) -> bool:
         """Whether its adapter has to come to this node first."""
-        free = request.request not in self._bringing and len(self._bringing) < _MOST_LOADS
-        return free and request.model in self._rights.sources and self._service.lacks(request.model)
+        return request.model in self._rights.sources and self._service.lacks(request.model)
+
+    def _require_free(self, number: int, under_way: Sized) -> None:
+        """Raises ``ProtocolError`` for a load too many, or one whose number another has: what is cancelled and has not
+        ended yet has its own, and counts."""
+        if number in self._loads or number in self._bringing or len(under_way) >= _MOST_LOADS:
+            raise ProtocolError(f"load {number} is under way already, or {_MOST_LOADS} are")
 
     def _begin_to_bring(self, request: Load, group: asyncio.TaskGroup) -> None:
+        self._require_free(request.request, self._bringing)
         task = group.create_task(self._bring(request), name=f"bring {request.model}")
         self._bringing[request.request] = task
-        task.add_done_callback(lambda _: self._bringing.pop(request.request, None))
+        task.add_done_callback(lambda _: self._bringing.pop(request.request))
 
     async def _bring(self, request: Load) -> None:
         """``_load`` behind the registration; other loads of the sandbox go on meanwhile."""
         try:
             await self._service.bring(request.model, self._rights.sources[request.model])
-            self._bringing.pop(request.request, None)
             await self._load(request)
         # As in ``_converse``: whatever one load meets, the others go on.
         except Exception as error:
@@ -163,8 +169,6 @@ class SandboxConnection:
         rights, number = self._rights, request.request
         model = request.model or rights.model
         rights.check(model, request.partition, request.device)
-        if number in self._loads or len(self._loads) >= _MOST_LOADS:
-            raise ProtocolError(f"load {number} is under way already, or {_MOST_LOADS} are")
         say = self._connection.say
 
         def failed(error: SllmError) -> None:
@@ -256,9 +260,9 @@ class SandboxConnection:
             self._connection.fail(message.request, error)
 
     def _forget(self, request: int) -> bool:
-        if (coming := self._bringing.pop(request, None)) is not None:
-            return coming.cancel()
-        found = self._loads.pop(request, None)
-        if found is not None:
+        """Whether there was one, and it goes on no more."""
+        if (found := self._loads.pop(request, None)) is not None:
             found.cancel()
-        return found is not None
+            return True
+        coming = self._bringing.get(request)
+        return coming is not None and not coming.cancelling() and coming.cancel()

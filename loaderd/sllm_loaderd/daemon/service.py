@@ -233,6 +233,7 @@ class LoaderService:
         await self.evict(digest)
         if (known := self._open.pop(digest, None)) is not None:
             known.close()
+        await self.registrations.forget(digest)
         await asyncio.to_thread(self.store.delete, digest)
         self._sizes.pop(digest, None)
         self._prepare()

@@ -36,7 +36,7 @@ class LocalFile:
             kind = ModelNotFound if error.errno == errno.ENOENT else CorruptCheckpoint
             text = f"{file} cannot be opened: {error.strerror}; restore it or convert the model again"
             raise kind(text, field=str(file)) from error
-        self._direct = _open_direct(file) if direct else None
+        self._direct = _open_direct(self._fd, file) if direct else None
         self._opened_as = _identity(self._fd)
         self.nbytes = self._opened_as[0]
 
@@ -99,9 +99,10 @@ class LocalPartition(LocalFile):
             )
 
 
-def _open_direct(file: Path) -> int | None:
+def _open_direct(fd: int, file: Path) -> int | None:
+    """A second descriptor of the file that is open, whatever has its name by now."""
     try:
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno in _REFUSED:
             return None

@@ -22,7 +22,12 @@ _PATH: Final = re.compile(r"/models/([0-9a-f]{64})/([A-Za-z0-9._-]{1,255})")
 _RANGE: Final = re.compile(r"bytes=(\d{1,16})-(\d{0,16})")
 _PATIENCE_S: Final = 30
 """Longest silence of a peer, between requests too."""
-_MOST_CONNECTIONS: Final = 128
+_MOST_PEERS: Final = 128
+"""Connections that have shown the token, each with a thread."""
+_MOST_STRANGERS: Final = 64
+"""Connections that have not: whoever reaches the port can make them. A peer's is one for some milliseconds."""
+_STRANGE_S: Final = 10.0
+"""After this a connection that has not shown the token ends, however much it says."""
 _SENT_AT_ONCE: Final = 2**30
 
 
@@ -55,9 +60,10 @@ class PeerServer(http.server.ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], token: str, exports: Exports) -> None:
         self.exports = exports
         self._token = token
-        self._slots = threading.Semaphore(_MOST_CONNECTIONS)
         self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, float] = {}
+        """Connections that have not shown the token, and when they came: the oldest first."""
+        self._peers: set[socket.socket] = set()
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             super().__init__(address, _Handler)
@@ -73,7 +79,7 @@ class PeerServer(http.server.ThreadingHTTPServer):
         """End all connections, join all threads."""
         self.shutdown()
         with self._lock:
-            for connection in self._open:
+            for connection in (*self._strangers, *self._peers):
                 _hang_up(connection)
         self.server_close()
         self._thread.join()
@@ -82,21 +88,38 @@ class PeerServer(http.server.ThreadingHTTPServer):
         """Why a request is not served, empty: it is."""
         return refusal(self._token, shown, asked, time.time())
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)  # peers try again, or take the model from elsewhere
-            return
+    def admit(self, connection: socket.socket) -> bool:
+        """Whether a connection that has shown the token is served: it is a peer's now, if there are not too many."""
         with self._lock:
-            self._open.add(request)
+            if connection in self._strangers and len(self._peers) < _MOST_PEERS:
+                del self._strangers[connection]
+                self._peers.add(connection)
+            return connection in self._peers
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._strangers) >= _MOST_STRANGERS:  # the oldest is the least likely to be a peer
+                self._end_stranger(next(iter(self._strangers)))
+            self._strangers[request] = time.monotonic()
         super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Now and then: strangers have had their time."""
+        over = time.monotonic() - _STRANGE_S
+        with self._lock:
+            for stranger in [stranger for stranger, came in self._strangers.items() if came < over]:
+                self._end_stranger(stranger)
+
+    def _end_stranger(self, stranger: socket.socket) -> None:
+        """Its thread sees the end, and closes it."""
+        del self._strangers[stranger]
+        _hang_up(stranger)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            served = request in self._open
-            self._open.discard(request)
+            self._strangers.pop(request, None)
+            self._peers.discard(request)
         super().shutdown_request(request)
-        if served:
-            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that goes away is nothing new; all else is a bug."""
@@ -126,6 +149,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         asked = Asked(self.command, self.path, self.headers.get("Range", ""), here)
         if why := self.server.refusal(asked, self.headers.get("Authorization", "")):
             self._refuse(401, why)
+        elif not self.server.admit(self.connection):
+            self._refuse(503, f"{_MOST_PEERS} peers are served already")
         elif path is None:
             self._refuse(404, "there is no such file")
         else:

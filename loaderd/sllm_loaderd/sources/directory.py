@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from sllm_loaderd.disk.local import LocalFile
-from sllm_loaderd.files import gguf_parts
+from sllm_loaderd.files import gguf_parts, require_own
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import changed
 from sllm_loaderd.sources.listing import wanted
@@ -41,7 +41,13 @@ class DirectorySource:
 
     def open(self, entry: Entry) -> LocalFile:
         place = self._existing()
-        opened = LocalFile((place if place.is_dir() else place.parent) / entry.name)
+        file = (place if place.is_dir() else place.parent) / entry.name
+        opened = LocalFile(file)
+        try:
+            require_own(opened.fileno(), file)
+        except BaseException:
+            opened.close()
+            raise
         if (opened.nbytes, str(opened.modified_ns)) != (entry.nbytes, entry.etag):
             opened.close()
             raise changed(opened.name, "its size or its time is another one")

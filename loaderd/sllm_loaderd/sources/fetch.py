@@ -16,10 +16,10 @@ from typing import Final, Protocol
 
 import msgspec
 
-from sllm_loaderd.files import chunk_digest, plain_name, sync_directory
+from sllm_loaderd.files import FULL, chunk_digest, plain_name, sync_directory
 from sllm_loaderd.reader import ByteSource
 from sllm_loaderd.sources import Entry, Source
-from sllm_runtime.protocol.errors import Conflict, SllmError
+from sllm_runtime.protocol.errors import Conflict, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
 
 Progress = Callable[[int, int], None]
@@ -30,17 +30,29 @@ _NOTES: Final = ".parts"
 _OLD: Final = ".old"
 KEPT_S: Final = 7 * 24 * 3600.0
 """What was fetched can be used, and an attempt that broke off resumed, for so long."""
+RESERVE: Final = 512 * MIB
+"""Of the disk, for all else that is written there: functions' code, bundles, logs, a store of the cluster's state."""
 
 
-def resolve(source: Source, cache: Path, progress: Progress | None = None, fingerprint: str | None = None) -> Path:
-    """The local directory of ``source``'s files: where they stand, or below ``cache``, fetched if need be."""
+def resolve(
+    source: Source,
+    cache: Path,
+    progress: Progress | None = None,
+    fingerprint: str | None = None,
+    *,
+    converted: bool = False,
+) -> Path:
+    """The local directory of ``source``'s files: where they stand, or below ``cache``, fetched if need be.
+
+    ``converted``: as for ``fetch``.
+    """
     target = place_of(cache, source.uri, fingerprint or source.fingerprint())
     with contextlib.suppress(FileNotFoundError):
         os.utime(target)  # it is there, and used: no ``forget_old`` takes it
         return target
     if (standing := source.local()) is not None:
         return standing
-    fetch(source, source.entries(), target, progress)
+    fetch(source, source.entries(), target, progress, converted=converted)
     return target
 
 
@@ -70,14 +82,22 @@ def forget_old(cache: Path, now: float) -> None:
                 shutil.rmtree(directory if left else directory.rename(directory.with_name(directory.name + _OLD)))
 
 
-def fetch(source: Source, entries: Iterable[Entry], target: Path, progress: Progress | None = None) -> None:
+def fetch(
+    source: Source,
+    entries: Iterable[Entry],
+    target: Path,
+    progress: Progress | None = None,
+    *,
+    converted: bool = False,
+) -> None:
     """Bring ``entries`` into the new directory ``target``, which appears whole or not at all.
 
-    What an earlier call left beside it under a temporary name is used. Raises typed errors, ``Conflict`` if another
-    process fetches the same.
+    ``converted``: what is made of them on the same disk stands beside them until it is whole. What an earlier call left
+    beside ``target`` under a temporary name is used. Raises typed errors, ``Conflict`` if another process fetches the
+    same, ``Unavailable`` before the first byte if the disk has not room for all of it.
     """
     with _begun(target) as partial:
-        work = _Fetch(source, partial, list(entries), progress)
+        work = _Fetch(source, partial, list(entries), progress, converted)
         work.run()
         for entry in work.entries:
             _sync(partial / entry.name)
@@ -95,20 +115,29 @@ def begin_fetch(source: Files, entries: Iterable[Entry], target: Path, stop: thr
     if target.is_dir():
         return
     with contextlib.suppress(SllmError, OSError), _begun(target) as partial:
-        _Fetch(source, partial, list(entries), None, stop=stop).run()
+        _Fetch(source, partial, list(entries), None, converted=True, stop=stop).run()
 
 
 @contextlib.contextmanager
 def _begun(target: Path) -> Iterator[Path]:
-    """The directory that becomes ``target``, ours alone. Raises ``Conflict``."""
+    """The directory that becomes ``target``, ours alone. Raises ``Conflict``. On a full disk nothing is left of it:
+    whatever else is written there waits for its room."""
     partial = target.with_name(f".{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with _alone(partial):
-        yield partial
+        try:
+            yield partial
+        except OSError as error:
+            if error.errno in FULL:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 class Files(Protocol):
     """What a fetch needs of a source."""
+
+    @property
+    def uri(self) -> str: ...
 
     def open(self, entry: Entry) -> ByteSource: ...
 
@@ -135,6 +164,7 @@ class _Fetch:
     directory: Path
     entries: list[Entry]
     progress: Progress | None
+    converted: bool
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -142,6 +172,7 @@ class _Fetch:
     def run(self) -> None:
         """All parts that are not there yet, ``THREADS`` at a time; the first error ends the rest."""
         known = self._known()
+        self._require_room(known)
         opened: dict[str, tuple[ByteSource, int]] = {}
         with contextlib.ExitStack() as stack:
             log = stack.enter_context((self.directory / _NOTES).open("ab", buffering=0))
@@ -154,6 +185,22 @@ class _Fetch:
                 opened[entry.name] = (reader, fd)
             with ThreadPoolExecutor(THREADS, "sllm-fetch") as pool:
                 self._parallel(pool, known, opened, log.fileno())
+
+    def _require_room(self, known: set[_Part]) -> None:
+        """Raises ``Unavailable`` if the disk will be full before all is there. Of a conversion no more is known by now
+        than that it makes about as much of it."""
+        wanted = {(entry.name, entry.etag) for entry in self.entries}
+        total = sum(entry.nbytes for entry in self.entries)
+        missing = total - sum(part.nbytes for part in known if (part.name, part.etag) in wanted)
+        made = total if self.converted else 0
+        needed, free = missing + made + RESERVE, shutil.disk_usage(self.directory).free
+        if needed > free:
+            raise Unavailable(
+                f"{self.source.uri} needs {needed} bytes on the disk of {self.directory.parent} ({missing} to fetch,"
+                f" {made} to convert them, {RESERVE} to spare), {free} are free; make room there",
+                field="model",
+                stage="fetch",
+            )
 
     def _parallel(
         self, pool: ThreadPoolExecutor, known: set[_Part], opened: dict[str, tuple[ByteSource, int]], log: int

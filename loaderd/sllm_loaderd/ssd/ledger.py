@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Key = tuple[str, int]
@@ -36,23 +35,21 @@ class Ledger:
         return sum(copy.nbytes for copy in self.copies.values()) + sum(self.writing.values())
 
     def victims(self, nbytes: int, *, wanted: bool = False) -> list[Copy] | None:
-        """Copies to remove before ``nbytes`` more are within the limit, least recently used first; None: impossible.
+        """Copies to remove before ``nbytes`` more are within the limit, as ``to_free``."""
+        return self.to_free(self.used + nbytes - self.limit, wanted=wanted)
+
+    def to_free(self, nbytes: int, *, wanted: bool) -> list[Copy] | None:
+        """Copies to remove to have ``nbytes`` back, least recently used first; None: there are not as many.
 
         Models that are pinned and copies that are being read stay; those that are kept go last, and only for what is
         ``wanted`` here.
         """
-        excess = self.used + nbytes - self.limit
         chosen: list[Copy] = []
-        for copy in self.evictable():
-            if copy.key[0] in self.kept and not wanted:
-                continue
-            if excess <= 0:
+        for copy in sorted(self.copies.values(), key=lambda copy: (copy.key[0] in self.kept, copy.used_at, copy.key)):
+            if nbytes <= 0:
                 break
-            chosen.append(copy)
-            excess -= copy.nbytes
-        return chosen if excess <= 0 else None
-
-    def evictable(self) -> Iterable[Copy]:
-        """Copies that may go, those that are kept last, else the least recently used first."""
-        free = [c for c in self.copies.values() if c.key[0] not in self.pinned and not c.readers]
-        return sorted(free, key=lambda copy: (copy.key[0] in self.kept, copy.used_at, copy.key))
+            stays = copy.key[0] in self.pinned or copy.readers or (copy.key[0] in self.kept and not wanted)
+            if not stays:
+                chosen.append(copy)
+                nbytes -= copy.nbytes
+        return chosen if nbytes <= 0 else None

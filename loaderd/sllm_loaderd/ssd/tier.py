@@ -7,11 +7,11 @@ all of its bytes are durable, what has another name is removed at the next start
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sllm_loaderd.disk.local import LocalFile
-from sllm_loaderd.files import sync_directory
+from sllm_loaderd.files import FULL, sync_directory
 from sllm_loaderd.ssd.ledger import Copy, Key, Ledger
 from sllm_loaderd.ssd.write import CopyWrite
 from sllm_runtime.protocol.checkpoint import digest_hex
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"([0-9a-f]{64})\.(\d{1,6})\.bin")
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class SsdDirectory:
@@ -69,7 +68,7 @@ class SsdDirectory:
         self._remove(gone)
         partial = self._partial(key)
         try:
-            self._allocate(partial, nbytes)  # may take its time where the file system has to write for it
+            self._allocate(partial, nbytes, wanted)  # may take its time where the file system has to write for it
             return CopyWrite(partial, nbytes, chunk_bytes, lambda whole: self._ended(key, partial, nbytes, whole))
         except OSError as error:
             log.warning("the SSD tier has no room for %d bytes: %s", nbytes, error.strerror)
@@ -181,9 +180,9 @@ class SsdDirectory:
             self._ledger.copies[key] = Copy(key, stat.st_size, stat.st_atime_ns)
         self._remove([self._set_aside(victim) for victim in self._ledger.victims(0) or ()])
 
-    def _allocate(self, partial: Path, nbytes: int) -> None:
+    def _allocate(self, partial: Path, nbytes: int, wanted: bool) -> None:
         """A file with room for ``nbytes``. A disk that is full: what is being removed is waited for, then copies go
-        until there is room."""
+        until there is room, none where they would not make enough."""
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             while True:
@@ -191,22 +190,24 @@ class SsdDirectory:
                 try:
                     os.posix_fallocate(fd, 0, nbytes)
                 except OSError as error:
-                    if error.errno not in _FULL or not self._make_room(removed):
+                    taken = os.fstat(fd).st_blocks * 512  # some file systems keep what they had found
+                    if error.errno not in FULL or not self._make_room(nbytes - taken, removed, wanted):
                         raise
                 else:
                     return
         finally:
             os.close(fd)
 
-    def _make_room(self, removed: int) -> bool:
-        """Whether the disk has more room than when so many files were ``removed``: what others have freed in the ledger
-        alone is waited for before another copy goes."""
+    def _make_room(self, nbytes: int, removed: int, wanted: bool) -> bool:
+        """Whether the disk has more room for ``nbytes`` than when so many files were ``removed``: what others have
+        freed in the ledger alone is waited for before another copy goes."""
         with self._lock:
             self._freed.wait_for(lambda: not self._removing)
             if self._removed != removed:
                 return True
-            victim = next(iter(self._ledger.evictable()), None)
-            gone = [self._set_aside(victim)] if victim is not None else []
+            lacking = nbytes - shutil.disk_usage(self._directory).free
+            # A disk may be full though it tells of room: by a quota, or for its own records. Then one goes.
+            gone = [self._set_aside(victim) for victim in self._ledger.to_free(max(lacking, 1), wanted=wanted) or ()]
         self._remove(gone)
         return bool(gone)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -259,6 +260,17 @@ async def test_a_conversion_behind_the_first_use_takes_its_place(tmp_path: Path)
         assert [resident.model for resident in status.resident] == [info.model]
         await daemon.control.delete(info.model)
         assert await daemon.control.models() == ()
+
+
+async def test_deleting_a_model_ends_the_conversion_that_was_to_take_its_place(tmp_path: Path) -> None:
+    sharded(tmp_path / "model")
+    async with loaderd(tmp_path, **POOL) as daemon:
+        running = psutil.Process(daemon.process.pid)
+        info = await daemon.control.register(str(tmp_path / "model"), convert=CONVERT_LATER)
+        await until(running.children, what="it is converted")
+        await daemon.control.delete(info.model)
+        assert not running.children()
+        assert list(daemon.models.iterdir()) == []
 
 
 async def test_a_later_conversion_fetches_nothing_that_the_node_has(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import random
@@ -13,16 +14,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from sllm_loaderd.convert import child
 from sllm_loaderd.convert.child import bring
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import RemoteLimits
 from sllm_loaderd.sources.fetch import KEPT_S, PART, fetch, forget, forget_old, place_of, resolve
 from sllm_loaderd.sources.http import HttpSource
 from sllm_loaderd.sources.remote import Remote
-from sllm_runtime.protocol.errors import Conflict, Forbidden, InvalidCheckpoint, SllmError
+from sllm_runtime.protocol.errors import Conflict, Forbidden, InvalidCheckpoint, SllmError, Unavailable
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -192,6 +195,40 @@ def test_what_a_conversion_begins_with_stays(server: RangeServer, tmp_path: Path
 
 def test_a_model_that_was_fetched_and_refused_is_not_kept(server: RangeServer, tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpoint):
+        bring(server.url, tmp_path / "staging", tmp_path / "cache", "")
+    assert not list((tmp_path / "cache" / "fetched").iterdir())
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_what_has_no_room_is_not_begun(server: RangeServer, tmp_path: Path, converted: bool) -> None:
+    """What is fetched has room, what is made of it beside it has not; or not even that."""
+    free = shutil.disk_usage(tmp_path).free
+    large = [Entry("model.safetensors", free * 3 // 4 if converted else free * 2)]
+    with source(server) as opened, pytest.raises(Unavailable, match=r"needs \d+ bytes .* are free; make room"):
+        fetch(opened, large, tmp_path / "target", converted=converted)
+    assert not server.ranges
+    assert not [file for partial in tmp_path.glob(".target*") for file in partial.iterdir()]
+
+
+def no_room(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_becomes_full_has_its_room_back(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: no_room() if at else pwrite(fd, data, at))
+    with source(server) as opened, pytest.raises(OSError, match="No space left"):
+        fetch(opened, entries(), tmp_path / "target")
+    assert not list(tmp_path.glob(".target*"))
+
+
+def test_what_was_fetched_goes_where_its_conversion_has_no_room(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "write_checkpoint", no_room)
+    with pytest.raises(OSError, match="No space left"):
         bring(server.url, tmp_path / "staging", tmp_path / "cache", "")
     assert not list((tmp_path / "cache" / "fetched").iterdir())
 

@@ -183,6 +183,36 @@ async def test_a_load_that_names_blocks_again_and_again_is_refused(daemon: Loade
     assert await daemon.control.models() == (model,)
 
 
+async def test_an_adapter_that_is_given_up_and_asked_for_again_comes_for_nobody(
+    daemon: LoaderProcess, model: str
+) -> None:
+    """A load has its number until it has ended: another one under it could not be cancelled, nor ended with the
+    sandbox."""
+    lacking, running = "sha256:" + "0" * 64, psutil.Process(daemon.process.pid)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody answers
+        sources = {lacking: (f"http://127.0.0.1:{silent.getsockname()[1]}/slow",)}
+        fd = await daemon.control.grant("w", model, adapters=(lacking,), sources=sources)
+        with raw(fd) as sock:
+            sock.sendall(framed(pack(Load(request=5, model=lacking))))
+            await until(running.children, what="it comes")
+            (fetching,) = running.children()
+            fetching.suspend()  # so that it takes its time to end
+            for message in (Cancel(request=5), Load(request=5, model=lacking)):
+                sock.sendall(framed(pack(message)))
+            heard = b""
+            while b"load 5 is under way already" not in heard:
+                part = await asyncio.to_thread(sock.recv, 65536)
+                assert part, "the connection goes on"
+                heard += part
+            assert b"the load was cancelled" in heard
+            fetching.resume()
+            await until(lambda: not running.children(), what="it ends")
+            sock.sendall(framed(pack(Load(request=6, model=lacking))))
+            await until(running.children, what="it comes again")
+        await until(lambda: not running.children(), what="it ends with the sandbox")
+    assert await daemon.control.models() == (model,)
+
+
 def test_a_pool_outlives_a_moment_without_descriptors() -> None:
     size, soft, hard = 16384, *resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd")) + 1

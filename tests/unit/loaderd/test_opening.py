@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.daemon.settings import read_settings
-from sllm_loaderd.opening import opened
+from sllm_loaderd.opening import finished, opened
 from sllm_loaderd.pipeline import Pipeline
 from sllm_loaderd.ssd.fill import Fill
 from sllm_loaderd.ssd.tier import SsdDirectory
@@ -54,6 +55,30 @@ async def test_what_is_opened_for_somebody_is_his() -> None:
     with pytest.raises(FileNotFoundError):
         await opened(Path("/no/such/file").read_text, given.append)
     assert not given
+
+
+async def test_what_has_to_come_to_its_end_is_over_before_its_task() -> None:
+    begun, go, ended = threading.Event(), threading.Event(), list[str]()
+
+    def action() -> None:
+        begun.set()
+        assert go.wait(GIVE_UP_S)
+        ended.append("action")
+
+    task = asyncio.create_task(finished(action))
+    task.add_done_callback(lambda _: ended.append("task"))
+    await until(begun.is_set, what="the thread is at it")
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not ended
+    go.set()
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    assert task.cancelled()
+    assert ended == ["action", "task"]
+    with pytest.raises(FileNotFoundError):
+        await finished(Path("/no/such/file").read_text)
 
 
 # --- in the service -------------------------------------------------------------------------------------
@@ -144,6 +169,30 @@ async def test_a_model_whose_conversion_is_opened_for_nobody_stays_as_it_was(
     await slow.outlives(service.model(digest))
     await until(lambda: not is_open(slow.made[0]), what="it is closed")
     assert is_open(service._open[digest])
+
+
+async def test_nobody_waits_for_what_is_left_of_a_conversion(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a whole model: to remove it takes seconds, in which all of the node would stand still."""
+    checkpoint, digest = small_checkpoint(tmp_path)
+    await service.register(str(checkpoint), "", nothing)
+    shutil.copytree(checkpoint, tmp_path / "again")
+    removing, go, rmtree = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slow(path: Path, ignore_errors: bool = False) -> None:
+        removing.set()
+        assert go.wait(GIVE_UP_S)
+        rmtree(path, ignore_errors)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", slow)
+        again = asyncio.create_task(service.register(str(tmp_path / "again"), "", nothing))
+        await until(removing.is_set, what="its model is here already")
+        go.set()
+        info = await again
+    assert (info.model, len(info.sources)) == (digest, 2)
+    assert len(list(service.store.models.iterdir())) == 1
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -7,13 +7,15 @@ import contextlib
 import http.client
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sllm_loaderd.peer import server
 from sllm_loaderd.peer.signature import WINDOW_S, Asked, address_of, authorization
 from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.protocol.checkpoint import partition_name
@@ -132,6 +134,65 @@ async def test_who_has_no_token_gets_nothing_and_who_has_gets_only_models(tmp_pa
         assert changed[0] == 412
         beyond = await asyncio.to_thread(ask, port, f"{base}/index.json", Range="bytes=99999999-")
         assert beyond[0] == 416
+
+
+async def test_who_shows_no_token_keeps_out_nobody(tmp_path: Path) -> None:
+    """However many connections it makes, and whatever it says on them."""
+    checkpoint, digest = small_checkpoint(tmp_path / "model")
+    index = f"/models/{digest.removeprefix('sha256:')}/index.json"
+    async with serving(tmp_path / "one") as (one, port):
+        await one.control.register(str(checkpoint))
+        with contextlib.ExitStack() as strangers:
+            for _ in range(2 * (server._MOST_PEERS + server._MOST_STRANGERS)):
+                stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT))
+                stranger.sendall(b"GET / HTTP/1.1\r\nX: ")
+            assert (await asyncio.to_thread(ask, port, index))[0] == 200
+
+
+@contextlib.contextmanager
+def in_this_process() -> Iterator[server.PeerServer]:
+    """A server that has no model."""
+    none: Any = SimpleNamespace(size=_has_none)
+    running = server.PeerServer(("127.0.0.1", 0), TOKEN, none)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def _has_none(digest: str, name: str) -> int:
+    raise ModelNotFound(digest)
+
+
+async def test_who_talks_without_end_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_STRANGE_S", 0.1)
+    with in_this_process() as running, socket.create_connection(("127.0.0.1", running.server_address[1])) as slow:
+        slow.setblocking(False)
+
+        def hung_up() -> bool:
+            try:
+                slow.send(b"x")
+                return not slow.recv(1)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
+        await until(hung_up, what="its time is over")
+
+
+def test_one_peer_too_many_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_PEERS", 1)
+    path = f"/models/{'0' * 64}/index.json"
+    with in_this_process() as running:
+        port = running.server_address[1]
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)) as first:
+            for _ in range(2):  # it is one all the while
+                first.request("GET", path, headers={"Authorization": signed(path, ("127.0.0.1", port))})
+                answer = first.getresponse()
+                assert (answer.status, answer.read()) == (404, f"sha256:{'0' * 64}".encode())
+            assert ask(port, path)[0] == 503
 
 
 async def test_whom_a_caller_names_as_a_peer_learns_nothing_that_opens_a_node(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sllm_loaderd.convert.child import bring
 from sllm_loaderd.sources import open_source
 from sllm_loaderd.sources.fetch import resolve
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
@@ -163,6 +164,35 @@ def test_a_directory_is_taken_where_it_stands_and_its_fingerprint_changes_with_i
     assert source.fingerprint() != before
     with pytest.raises(ModelNotFound, match="is not there on this node"):
         open_source(str(tmp_path / "none")).fingerprint()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("name", ["vocab.txt", "model.safetensors"])
+def test_a_link_brings_nothing_from_outside_a_model(model: Path, tmp_path: Path, name: str, direct: bool) -> None:
+    """Who writes it need not see what it leads to: loaderd does."""
+    hidden = tmp_path / "hidden"
+    hidden.write_bytes((model / name).read_bytes() if (model / name).exists() else b"a secret")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(hidden)
+    with pytest.raises(InvalidCheckpoint, match=f"{name} is a link to {hidden}, outside the model's directory"):
+        bring(str(model), tmp_path / "staging", tmp_path / "cache", "", direct=direct)
+    assert not (tmp_path / "staging" / name).exists()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_links_within_a_model_and_those_of_a_hubs_cache_are_followed(model: Path, tmp_path: Path, direct: bool) -> None:
+    digest = bring(str(model), tmp_path / "plain", tmp_path / "cache", "", direct=direct).digest
+    (model / "config.json").rename(model / "other")
+    (model / "config.json").symlink_to("other")
+    assert bring(str(model), tmp_path / "linked", tmp_path / "cache", "", direct=direct).digest == digest
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / COMMIT, tmp_path / "models--x" / "blobs"
+    for directory in (snapshot, blobs):
+        directory.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, blobs / name)
+        (snapshot / name).symlink_to(Path("../../blobs") / name)
+    (tmp_path / "link").symlink_to(snapshot)
+    assert bring(str(tmp_path / "link"), tmp_path / "cached", tmp_path / "cache", "", direct=direct).digest == digest
 
 
 @pytest.mark.parametrize("uri", ["ftp://x", "hf://", "hf://a/b/c", "s3://", "gs://bucket/x"])

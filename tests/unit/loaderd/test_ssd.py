@@ -42,9 +42,9 @@ def content(number: int, chunks: int) -> bytes:
     return b"".join(bytes([number % 251, chunk % 251]) * (CHUNK // 2) for chunk in range(chunks))
 
 
-def put(tier: SsdDirectory, number: int, chunks: int) -> bool:
+def put(tier: SsdDirectory, number: int, chunks: int, *, wanted: bool = False) -> bool:
     """Copy a whole model; False if there is no room."""
-    write = tier.begin_copy((name(number), 0), chunks * CHUNK, CHUNK)
+    write = tier.begin_copy((name(number), 0), chunks * CHUNK, CHUNK, wanted=wanted)
     if write is None:
         return False
     data = mmap.mmap(-1, chunks * CHUNK)  # at a page's border, as chunks are: written direct
@@ -206,21 +206,29 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 from sllm_loaderd.ssd.tier import SsdDirectory
-from tests.unit.loaderd.test_ssd import CHUNK, content, get, put
+from tests.unit.loaderd.test_ssd import CHUNK, content, digest, get, name, put
+def there():
+    return sorted(int(file.name[:64], 16) for file in (disk / "ssd").iterdir())
 disk = Path(sys.argv[1])
 tier = SsdDirectory(disk / "ssd", 100 * CHUNK)
 assert put(tier, 1, 4) and put(tier, 2, 4)
 (disk / "other").write_bytes(bytes(6 * CHUNK))
 assert put(tier, 3, 4), "the oldest copy makes room"
 assert get(tier, 1, 4) is None and get(tier, 2, 4) == content(2, 4) and get(tier, 3, 4) == content(3, 4)
-assert not put(tier, 4, 15), "no copy is left that could go"
-assert not tier.copies() and tier.status()[0] == 0 and not list((disk / "ssd").iterdir())
-assert put(tier, 5, 4), "the tier goes on"
+assert not put(tier, 4, 15), "without all of them there would be no room"
+assert there() == [2, 3], "so none goes, and nothing is left of it"
+tier.keep([digest(2), digest(3)])
+assert not put(tier, 5, 4), "what is to lie here stays"
+assert there() == [2, 3]
+assert put(tier, 5, 4, wanted=True), "unless the other is to lie here as well"
+assert there() == [3, 5] and tier.status()[0] == 8 * CHUNK
+assert put(tier, 6, 4), "the tier goes on"
+assert there() == [3, 6]
 """
 
 
 @pytest.mark.namespaces
-def test_a_full_disk_costs_copies_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_copies_that_make_room_and_nothing_else(tmp_path: Path) -> None:
     """On a file system of 64 KiB, mounted in a namespace of its own."""
     script = f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && exec {sys.executable} -c '{FULL_DISK}' {tmp_path}"
     own = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
