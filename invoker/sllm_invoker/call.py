@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from sllm_invoker.bounds import check_ids, clip_end
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import ErrorBody, ProtocolError
 from sllm_runtime.protocol.frames import CallHead, End, Frame, FrameKind
@@ -17,6 +18,7 @@ PLENTY: Final = 0.75
 """Of a window. What is left beyond it is not passed on yet: a window holds two frames of the largest size."""
 
 _BODY: Final = FrameKind.BODY  # an enum's member is found through its class: for every token that counts
+_IDS: Final = FrameKind.IDS
 _END: Final = FrameKind.END
 
 Key = tuple[str, int]
@@ -72,9 +74,11 @@ class Call:
             kind = frame.kind
             if kind is _BODY:
                 raise ProtocolError("a worker sent a frame of a request's body")
-            if kind is _END:
-                codec.unpack(End, frame.data)
-                self.ended_at = now
+            if kind is _IDS:
+                check_ids(frame)
+        if frames and frames[-1].kind is _END:
+            frames = (*frames[:-1], clip_end(frames[-1]))
+            self.ended_at = now
         self.outbox.extend(frames)
         if self.outbox.pushed_bytes > self.outbox.limit + CREDIT_SLACK:
             raise ProtocolError(f"{self.outbox.pushed_bytes} bytes of frames, credit for {self.outbox.limit}")

@@ -68,7 +68,7 @@ class Follower:
                 if payload is None:
                     return await ended(sandbox)
                 failure = self._take(payload)
-            except ProtocolError as error:
+            except SllmError as error:
                 return error
             if failure is not None:
                 return failure

@@ -79,6 +79,11 @@ class GatewayLink:
         self.connected = asyncio.Event()
         self.connected.set()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self._dirty or self._notes)
+
     def dirty(self, call: Call) -> None:
         """``call`` may have frames to send."""
         self._dirty[call.key] = call

@@ -217,7 +217,7 @@ class Instance:
         feeder = asyncio.create_task(work.feed_back(), name=f"feed {self.order.instance}")
         try:
             await sandbox.wire.listen(lambda payload: self._on_message(payload, work))
-        except ProtocolError as error:
+        except SllmError as error:
             self._conclude(verdicts.lost(error))
             return
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,8 +85,9 @@ class Instances:
         return tuple(i.order for i in self._instances.values() if i.state is InstanceState.STARTING)
 
     def statuses(self) -> tuple[InstanceStatus, ...]:
-        """For the node's report."""
-        return tuple(instance.status() for instance in self._instances.values())
+        """For the node's report: those that have ended come first, in that order."""
+        found = sorted(self._instances.values(), key=lambda each: math.inf if each.ended_at is None else each.ended_at)
+        return tuple(instance.status() for instance in found)
 
     def start(self, order: StartInstance) -> str:
         """Begin an instance; what happened, for people. One id is begun once.

@@ -31,6 +31,8 @@ FILE_BYTES: Final = 8 * limits.MIB
 FILES: Final = 3
 OPEN_FILES: Final = 32
 """Functions whose file is open: those that wrote last."""
+SAY_AGAIN_S: Final = 60.0
+"""That a function's file cannot be written is said so often: it holds for each of its lines."""
 MAX_WAITING: Final = 10_000
 LINES_PER_S: Final = 200.0
 BURST_LINES: Final = 2000.0
@@ -43,13 +45,22 @@ MAX_TEXT: Final = 16 * LINE_BYTES
 """A message from the worker (a traceback) may have this many bytes."""
 
 
+class _File(RotatingFileHandler):
+    """Raises what goes wrong; logging's own prints it with a traceback, for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise  # it is called where that is handled
+
+
 class LogSink:
     """One per node. ``run`` publishes; files are written at once."""
 
     def __init__(self, folder: Path, publish: Callable[[LogRecord], Awaitable[None]]) -> None:
         self._folder = folder
         self._publish = publish
-        self._files: OrderedDict[str, RotatingFileHandler] = OrderedDict()
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._said: dict[str, float] = {}
+        """When it was said last that a function's file cannot be written."""
         self._waiting: deque[LogRecord] = deque()
         self._wake = asyncio.Event()
         self._dropped = 0
@@ -63,26 +74,35 @@ class LogSink:
         """Keep ``record``: in its function's file, and for the stream if there is room."""
         try:
             self._write(record)
-        except OSError as error:
-            log.error("log of function %s cannot be written: %s", record.function, error)
+        except (OSError, ValueError) as error:
+            self._failed(record, error)
         if len(self._waiting) >= MAX_WAITING:
             self._dropped += 1
             return
         self._waiting.append(record)
         self._wake.set()
 
-    def _file(self, function: str) -> RotatingFileHandler:
+    def _failed(self, record: LogRecord, error: Exception) -> None:
+        """Its file is opened anew for the next line: what a handler holds of this one it would write again."""
+        if (file := self._files.pop(record.function, None)) is not None:
+            _close(file)
+        self._said = {name: at for name, at in self._said.items() if abs(record.at - at) < SAY_AGAIN_S}
+        if record.function not in self._said:
+            self._said[record.function] = record.at
+            log.error("log of function %s cannot be written: %s", record.function, error)
+
+    def _file(self, function: str) -> _File:
         """The open file of ``function``; that of the one silent for longest is closed for it if need be."""
         handler = self._files.get(function)
         if handler is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"{function}.jsonl"
-            handler = RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8")
+            handler = _File(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8")
             handler.setFormatter(logging.Formatter("%(message)s"))
             self._files[function] = handler
         self._files.move_to_end(function)
         if len(self._files) > OPEN_FILES:
-            self._files.popitem(last=False)[1].close()
+            _close(self._files.popitem(last=False)[1])
         return handler
 
     def _write(self, record: LogRecord) -> None:
@@ -121,8 +141,14 @@ class LogSink:
     def close(self) -> None:
         """Close all files."""
         for handler in self._files.values():
-            handler.close()
+            _close(handler)
         self._files.clear()
+
+
+def _close(file: _File) -> None:
+    """What it still holds may have no room."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 @dataclass(frozen=True)

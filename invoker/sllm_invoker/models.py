@@ -143,6 +143,8 @@ class Models:
                     await work(request.digest)
                 except SllmError as error:
                     return error
+                if request.verb == "delete":
+                    self._forget_model(request.digest)
                 return None
 
             task = self._commands[key] = self._tasks.start(do(), f"{request.verb} {request.digest}")
@@ -154,6 +156,11 @@ class Models:
         if (error := task.result()) is not None:
             raise error
         return Ok(note=f"{request.verb}d" if request.verb.endswith("e") else request.verb)
+
+    def _forget_model(self, digest: str) -> None:
+        """Who asks for it from now on wants it again: how its coming ended is no answer to that."""
+        for key in [key for key in self._registrations if key[1] == digest]:
+            del self._registrations[key]
 
     def _forget_later(self, kept: dict[tuple[str, str], T], key: tuple[str, str], entry: T) -> None:
         """What nobody asks for in time says nothing of the model that is there then."""

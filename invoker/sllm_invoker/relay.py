@@ -32,7 +32,7 @@ from sllm_runtime.protocol.frames import (
 log = logging.getLogger(__name__)
 
 KEEP_ENDED_S: Final = 60.0
-"""An end that nobody acknowledges is kept this long."""
+"""An end that nobody acknowledges is kept this long, and the link to a gateway that has no call here."""
 REMEMBER_S: Final = 10.0
 """A cancel that overtook its call, and a call that is over, are remembered this long: ``Open`` may come again."""
 MAX_REMEMBERED: Final = 65536
@@ -100,6 +100,9 @@ class Relay:
         self._tasks = tasks
         self._calls: dict[Key, tuple[Call, Host]] = {}
         self._links: dict[str, GatewayLink] = {}
+        self._senders: dict[str, asyncio.Task[None]] = {}
+        self._unused: dict[str, float] = {}
+        """Since when a link has nothing to do."""
         self._cancelled: dict[Key, float] = {}
         self._over: dict[Key, float] = {}
         self._ticked = clock()
@@ -213,7 +216,9 @@ class Relay:
         for memory in (self._cancelled, self._over):
             _outdate(memory, now - REMEMBER_S)
         beat = any(now - call.said >= limits.HEARTBEAT_S for call, _host in self._calls.values())
+        busy = set[str]()
         for call, host in list(self._calls.values()):
+            busy.add(call.gateway)
             if call.running:
                 self._answer_body(call, now)
             if beat and now - call.said >= limits.HEARTBEAT_S / 2:  # those that are silent, in one message
@@ -221,6 +226,16 @@ class Relay:
             if stalled:
                 call.forgive(now)
             self._judge(call, host, now)
+        self._drop_unused(busy, now)
+
+    def _drop_unused(self, busy: set[str], now: float) -> None:
+        """A gateway may have another name in each of its lives. ``busy``: those that have calls."""
+        for gateway, link in list(self._links.items()):
+            if gateway in busy or link.waiting:
+                self._unused.pop(gateway, None)
+            elif now - self._unused.setdefault(gateway, now) > KEEP_ENDED_S:
+                del self._links[gateway], self._unused[gateway]
+                self._senders.pop(gateway).cancel()
 
     def _beat(self, call: Call, now: float) -> None:
         call.said = now
@@ -296,7 +311,7 @@ class Relay:
             link = self._links[gateway] = GatewayLink(gateway, self._line(gateway), self._clock, call_soon)
             if self._connected_since is None:
                 link.connected.clear()
-            self._tasks.start(link.run(), f"frames-{gateway}")
+            self._senders[gateway] = self._tasks.start(link.run(), f"frames-{gateway}")
         return link
 
 

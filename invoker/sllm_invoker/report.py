@@ -9,17 +9,20 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from sllm_runtime.protocol import limits
+from sllm_runtime.protocol import limits, states
+from sllm_runtime.protocol.clipping import clip
 from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.loader import LISTS, fitting
-from sllm_runtime.protocol.node import NodeStatus
+from sllm_runtime.protocol.node import InstanceStatus, NodeStatus
 
 log = logging.getLogger(__name__)
 
 COALESCE_S: Final = 0.02
 REST: Final = 4.0
 """Times as long as a report took none is sent: it has all instances, and a node may end a thousand at once."""
+BRIEF_BYTES: Final = 200
+"""Of an error in a report that has no room for more."""
 
 
 class Reporter:
@@ -34,6 +37,7 @@ class Reporter:
         self._counts_due = 0.0
         self._sequence = 0
         self._untold = 0
+        self._short = False
 
     def moved(self) -> None:
         """An instance is elsewhere in its life: whoever waits for that is told at once."""
@@ -90,13 +94,66 @@ class Reporter:
         told = fitted(status)
         if told.untold and not self._untold:
             log.warning("a report has no room for all models of this node: of %d it says nothing", told.untold)
-        self._untold = told.untold
+        short = told.instances is not status.instances
+        if short and not self._short:
+            log.warning("a report has no room for all that %d instances have to say", len(status.instances))
+        self._untold, self._short = told.untold, short
         return told
 
 
-def fitted(status: NodeStatus, room: int = limits.MAX_MESSAGE) -> NodeStatus:
-    """``status`` of so many models as ``room`` bytes can tell of: those in memory first, then those on the disk. A node
-    that sends no report counts as silent."""
+def fitted(status: NodeStatus, room: int = limits.MAX_REPORT) -> NodeStatus:
+    """``status`` in ``room`` bytes: a node that sends no report counts as silent, and what it runs as lost.
+
+    Its models and its instances have half each, and what the other leaves. Of models it tells of so many as there is
+    room for, those in memory first, then those on the disk. Of instances, the first before the others, it cuts the
+    errors of those that have ended; then leaves out what was told of a start when that was over; then those that have
+    ended. Those that live are all told of.
+    """
+    whole = len(pack(status))
+    if whole <= room:
+        return status
+    bare = _of(status, set())
+    own = room - min(whole - len(pack(bare)), room // 2)
+    for shorter in (_brief, _started, _alive):
+        if (excess := len(pack(bare)) - own) <= 0:
+            break
+        bare = replace(bare, instances=_less(bare.instances, excess, shorter))
+    return _with_models(replace(status, instances=bare.instances), room)
+
+
+def _less(
+    instances: tuple[InstanceStatus, ...],
+    excess: int,
+    shorter: Callable[[InstanceStatus], InstanceStatus | None],
+) -> tuple[InstanceStatus, ...]:
+    """``instances``, of which the first are ``shorter`` (None: left out): so many that it saves ``excess`` bytes."""
+    kept = list[InstanceStatus]()
+    for instance in instances:
+        said = instance if excess <= 0 else shorter(instance)
+        if said is not None:
+            kept.append(said)
+        if said is not instance:
+            excess -= len(pack(instance)) - (0 if said is None else len(pack(said)))
+    return tuple(kept)
+
+
+def _brief(instance: InstanceStatus) -> InstanceStatus:
+    error = instance.error
+    if error is None:
+        return instance
+    return replace(instance, error=replace(error, message=clip(error.message, BRIEF_BYTES)))
+
+
+def _started(instance: InstanceStatus) -> InstanceStatus:
+    return replace(instance, spans=(), proof="")
+
+
+def _alive(instance: InstanceStatus) -> InstanceStatus | None:
+    return None if states.final(states.INSTANCE, instance.state) else instance
+
+
+def _with_models(status: NodeStatus, room: int) -> NodeStatus:
+    """``status`` of so many models as there is room for."""
     if len(pack(status)) <= room:
         return status
     remote, copied = set(status.remote), status.copied

@@ -67,7 +67,8 @@ class InvokerSettings(Settings):
 
     def hidden(self) -> Private:
         """What sandboxes do not see: everything of the platform but the directories that are theirs."""
-        known = (self.home, self.data_dir, self.identity_file, self.nats_creds, self.nats_key, *self.private)
+        credentials = (self.identity_file, self.nats_creds, self.nats_key)
+        known = (self.home, self.data_dir, self.loaderd_socket, *credentials, *self.private)
         own = (self.data_dir / "work", self.data_dir / "tmp")
         hide = tuple(str(path.absolute()) for path in known if path is not None)
         return Private(hide=hide, keep=tuple(str(path.absolute()) for path in own))

@@ -22,7 +22,7 @@ from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import KILLED_S
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import ProtocolError, SllmError
+from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.worker import CONTAINER_HOME, Exited, FromZygote, Hello
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class ContainerSandbox:
         try:
             payload = await self._parts.first.receive()
             body = codec.unpack(FromZygote, payload).body if payload is not None else None
-        except (ProtocolError, OSError) as error:
+        except (SllmError, OSError) as error:
             log.warning("sandbox %s: %s", self._name, error)
             return None
         return body if isinstance(body, Exited) else None

@@ -26,6 +26,18 @@ def allow(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (_within(count, hard), hard))
 
 
+def keep_half() -> None:
+    """Let this process, for good, and what it starts open half as many as it might: before any code that is not ours.
+
+    The kernel counts descriptors on their way over unix sockets for each user, and lets a process send more only while
+    there are fewer than that process may open. Whose code fills that up must still leave room for whoever it is that
+    may open more, or nobody of this user hands on descriptors: a fork server would get no worker's.
+    """
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = _within(HANDED_ON, soft) // 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (half, half))
+
+
 def make_room(count: int) -> None:
     """Let the table grow now to ``count`` descriptors, or as many as are allowed.
 

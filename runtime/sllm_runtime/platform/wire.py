@@ -4,10 +4,12 @@ asyncio."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from sllm_runtime.platform.framing import READ_BYTES, Descriptors, Splitter, frame, receive
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
@@ -16,6 +18,12 @@ from sllm_runtime.protocol.limits import MAX_FDS, MAX_MESSAGE
 _MAX_QUEUED = 8 * MAX_MESSAGE
 _TURN = 64
 """Messages received without letting the loop's other tasks have their turn."""
+_GONE: Final = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN))
+_SHORT: Final = frozenset((errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM))
+"""What the kernel lacks for a moment: memory, or room for descriptors on their way, which it counts for each user."""
+SHORT_S: Final = 10.0
+"""What it has no room for is sent again for so long."""
+_AGAIN_S: Final = 0.05
 
 
 class BlockingWire:
@@ -93,6 +101,8 @@ class AsyncWire:
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._queued = 0
         self._writing = False
+        self._again: asyncio.TimerHandle | None = None
+        self._short_since: float | None = None
         self._drained = asyncio.Event()
         self._drained.set()
         self._waiter: asyncio.Future[None] | None = None
@@ -102,11 +112,12 @@ class AsyncWire:
         self._ended = False
         self._failure: Exception | None = None
         self.peer_gone = False
-        """The peer takes nothing more; what it had sent before can still be received."""
+        """Nothing more can be sent; what the peer had sent before it went can still be received."""
         self.closed = False
 
     async def receive(self) -> bytes | None:
-        """The next message, ``None`` at the end of the stream or after ``close``."""
+        """The next message, ``None`` at the end of the stream or after ``close``. Raises ``ProtocolError`` and
+        ``OSError`` if none can be read, ``Unavailable`` once none can be sent although the peer is there."""
         self._turn += 1
         if self._turn >= _TURN:
             self._turn = 0
@@ -195,7 +206,7 @@ class AsyncWire:
         data = memoryview(framed)
         self._out.append((data, _duplicates(fds)))
         self._queued += len(data)
-        if not self._writing:
+        if not self._writing and self._again is None:
             self._flush()
 
     async def drain(self) -> None:
@@ -203,6 +214,7 @@ class AsyncWire:
         await self._drained.wait()
 
     def _flush(self) -> None:
+        self._again = None
         try:
             while self._out:
                 data, fds = self._out[0]
@@ -210,6 +222,7 @@ class AsyncWire:
                 for fd in fds:
                     os.close(fd)
                 self._queued -= sent
+                self._short_since = None
                 if sent == len(data):
                     self._out.popleft()
                 else:
@@ -220,13 +233,39 @@ class AsyncWire:
                 self._drained.clear()
                 self._loop.add_writer(self.sock.fileno(), self._flush)
             return
-        except OSError:
-            self.peer_gone = True
-            self._drop()
-        if self._writing:
-            self._loop.remove_writer(self.sock.fileno())
-            self._writing = False
+        except OSError as error:
+            if error.errno in _SHORT and self._later():
+                return
+            self._lose(error)
+        self._stop_writing()
         self._drained.set()
+
+    def _later(self) -> bool:
+        """Try again in a moment. False: that has been done for SHORT_S."""
+        now = self._loop.time()
+        if self._short_since is None:
+            self._short_since = now
+        elif now - self._short_since >= SHORT_S:
+            return False
+        self._stop_writing()
+        self._again = self._loop.call_later(_AGAIN_S, self._flush)
+        self._drained.clear()
+        return True
+
+    def _lose(self, error: OSError) -> None:
+        """Nothing more can be sent. A peer that is gone ends the stream; of one that is not, who receives is told."""
+        self.peer_gone = True
+        self._drop()
+        if error.errno not in _GONE:
+            self._failure = Unavailable(f"nothing can be sent over this socket: {error}")
+            self._stop_reading()
+            if self._waiter is not None:
+                _wake(self._waiter)
+
+    def _stop_writing(self) -> None:
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self.sock.fileno())
 
     def _drop(self) -> None:
         """Give up what waits to be sent."""
@@ -242,7 +281,9 @@ class AsyncWire:
             return
         self.closed = True
         self._stop_reading()
-        self._loop.remove_writer(self.sock.fileno())
+        self._stop_writing()
+        if self._again is not None:
+            self._again.cancel()
         self._drop()
         self.fds.close()
         self.sock.close()

@@ -12,6 +12,8 @@ PROTOCOL_VERSION: Final = 1
 
 MAX_MESSAGE: Final = 512 * KIB
 """No message on NATS or on a socket of ours is larger (nats-server's own limit is 1 MiB)."""
+MAX_REPORT: Final = MAX_MESSAGE - 32 * KIB
+"""A node's report: in lists of nodes it is a part of a message, with what the controller knows of the node."""
 MAX_PART: Final = 256 * KIB
 """Bodies and outputs above this travel as several frames."""
 MAX_BODY: Final = 32 * MIB
@@ -74,6 +76,8 @@ MOST_PROOFS: Final = 4
 """Of one version, on machines of different kinds."""
 MAX_FDS: Final = 253
 """Most descriptors one SCM_RIGHTS message carries on Linux."""
+ID_END: Final = 2**31
+"""Ids of tokens are below this: each takes five bytes of a message at most."""
 MOST_IDS: Final = 65_536
 """Ids of a call that are kept, and told to another instance, so that a call's head fits a message. Those beyond are
 drawn again, and are the same."""

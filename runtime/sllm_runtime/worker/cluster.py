@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from sllm_runtime.protocol.errors import StartFailed
 from sllm_runtime.protocol.worker import Assign
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.engine.ours.parallel.meeting import TOLD, lost
@@ -16,20 +17,21 @@ from sllm_runtime.worker.engine.ours.parallel.meeting import TOLD, lost
 _OWN: Final = Path("/proc/self/ns/net")
 
 
-def leave_network(assign: Assign, fds: Sequence[int], left: int | None = None) -> None:
+def leave_network(assign: Assign, fds: Sequence[int], left: int | None = None, *, can: bool = False) -> None:
     """Leave the network for one that has nothing but a loopback, unless the function may have it: each process for its
     own, or, in a cluster, all for rank 0's. ``fds``: those that came with ``assign``. ``left``: the network, where this
     process has left it for now; it goes back if the function may have it.
 
-    Only where the kernel permits it, which the fork server has looked at; members that are containers are in one
-    namespace already. Raises ``InstanceLost`` where rank 0 is gone or hangs, ``OSError`` if it cannot go back.
+    ``can``: the kernel permits it, as the fork server has found: who stays all the same does not start. Else it is
+    only tried; members that are containers are in one namespace already. Raises ``StartFailed`` where it stays,
+    ``InstanceLost`` where rank 0 is gone or hangs, ``OSError`` if it cannot go back.
     """
     member, network = assign.member, assign.manifest.network
     edges = fds[-member.edges :] if assign.cluster else ()
     if network and left is not None and not isolation.enter_network(left):
         raise OSError("the network that this worker had left cannot be entered again")
     if left is None and not network and not (edges and member.number):
-        isolation.leave_network()
+        _left(isolation.leave_network(), can)
     if network or not edges:
         return
     with ExitStack() as stack:
@@ -37,9 +39,17 @@ def leave_network(assign: Assign, fds: Sequence[int], left: int | None = None) -
         for each in own:
             each.settimeout(assign.manifest.startup_timeout)
         if member.number:
-            _follow(own[1], member.ranks)
+            _follow(own[1], member.ranks, can)
         else:
             _lead(own[member.ranks - 1 :])
+
+
+def _left(done: bool, can: bool) -> None:
+    if can and not done:
+        raise StartFailed(
+            "the function may have no network, and its process cannot leave the node's: the kernel makes no further"
+            " network namespace (user.max_net_namespaces, or memory); start it again, or look what runs on the node"
+        )
 
 
 def _lead(peers: Sequence[socket.socket]) -> None:
@@ -54,7 +64,7 @@ def _lead(peers: Sequence[socket.socket]) -> None:
         os.close(fd)
 
 
-def _follow(first: socket.socket, ranks: int) -> None:
+def _follow(first: socket.socket, ranks: int, can: bool) -> None:
     try:
         told, fds, _, _ = socket.recv_fds(first, len(TOLD), 1)
     except OSError as error:
@@ -62,6 +72,6 @@ def _follow(first: socket.socket, ranks: int) -> None:
     if not told or not fds:
         raise lost(0, ranks)
     try:
-        isolation.enter_network(fds[0])
+        _left(isolation.enter_network(fds[0]), can)
     finally:
         os.close(fds[0])

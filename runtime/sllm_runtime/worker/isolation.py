@@ -2,8 +2,9 @@
 privileges of the user it runs as. Linux only.
 
 ``hide`` is for the fork server, once, in a mount namespace of its own: its workers inherit what it sees, so that it
-costs a start nothing. ``leave_network``, ``enter_network`` and ``drop_privileges`` are for a worker that has its
-assignment, while it has one thread: each holds for the calling thread and those it starts.
+costs a start nothing. So is ``forbid_namespaces``, in a user namespace of its own. ``leave_network``, ``enter_network``
+and ``drop_privileges`` are for a worker that has its assignment, while it has one thread: each holds for the calling
+thread and those it starts.
 """
 
 from __future__ import annotations
@@ -79,6 +80,13 @@ def _running_from() -> set[Path]:
     places = [sys.prefix, sys.base_prefix, sys.executable, __file__]
     places += [place for place in sys.path if place and os.path.realpath(place) != here]
     return {Path(os.path.realpath(place)) for place in places}
+
+
+def forbid_namespaces() -> None:
+    """Nobody makes user namespaces within this process's own: there a function would have all rights, and could use up
+    the network namespaces that its user may have, which the workers to come need. Only for who has a user namespace of
+    its own. Raises ``OSError``."""
+    Path("/proc/sys/user/max_user_namespaces").write_text("0")
 
 
 # --- a worker -------------------------------------------------------------------------------------

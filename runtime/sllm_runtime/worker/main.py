@@ -74,8 +74,8 @@ class Warming:
 
     pages: Sequence[Pages]
     """It takes them."""
-    leaves_network: bool
-    """It leaves the network, and comes back if its function may have it: most may not."""
+    leave: isolation.Leave
+    """Where it can come back, it leaves the network, and comes back if its function may have it: most may not."""
 
 
 class Worker:
@@ -104,7 +104,7 @@ class Worker:
         left = None
         if warming is not None and not self._wanted(_WARM_S):
             take(warming.pages, self._wanted)
-            left = isolation.leave_network_for_now() if warming.leaves_network else None
+            left = isolation.leave_network_for_now() if warming.leave is isolation.Leave.FOR_NOW else None
         payload = self._wire.receive()  # a warm sandbox waits for as long as its invoker lives
         if payload is None:
             return 0
@@ -115,7 +115,12 @@ class Worker:
         if not isinstance(message.body, Assign) or message.version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
             raise ProtocolError(f"first message is {type(message.body).__name__} of version {message.version}")
         fds = self._wire.fds.take(message.body.fds)
-        leave_network(message.body, fds, left)  # where it cannot, the fork server has said so
+        can = warming is not None and warming.leave is not isolation.Leave.NEVER  # else the fork server has said so
+        try:
+            leave_network(message.body, fds, left, can=can)
+        except SllmError as error:
+            self._wire.send(codec.pack(FromWorker(Failed(error=error.body()))))
+            return 1
         if left is not None:
             os.close(left)
         isolation.drop_privileges()  # before the first thread: each has its own

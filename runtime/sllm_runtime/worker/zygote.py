@@ -178,7 +178,7 @@ class Zygote:
     def _warming(self) -> Warming:
         from sllm_runtime.worker.main import Warming  # of what is imported for workers
 
-        return Warming(self._working_set.pages, self._leave is isolation.Leave.FOR_NOW)
+        return Warming(self._working_set.pages, self._leave)
 
     def _spawn(self, request: Spawn, fds: list[int]) -> None:
         """Where the machine has no room for it nothing is answered, and the invoker gives it up: others live on."""
@@ -299,6 +299,7 @@ def _take_descriptors(fds: list[int]) -> socket.socket:
     for source, target in zip(high, (0, 3, 1, 2), strict=True):
         os.dup2(source, target, inheritable=target != 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    descriptors.keep_half()
     descriptors.make_room(descriptors.OF_WORKER)
     return socket.socket(fileno=3)
 
@@ -338,6 +339,11 @@ def _isolate() -> isolation.Leave:
     leave = isolation.leave()
     if leave is isolation.Leave.NEVER:
         sys.stderr.write("no network namespaces here: functions reach the network whatever their manifest says\n")
+    elif os.getpid() == 1 and os.geteuid() != 0:  # the user namespace that gave it its rights is its own
+        try:
+            isolation.forbid_namespaces()
+        except OSError as error:
+            sys.stderr.write(f"functions can use up the network namespaces of this user: {error}\n")
     return leave
 
 

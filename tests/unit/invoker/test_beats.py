@@ -4,10 +4,24 @@ one that is held and of which nothing is heard draws."""
 import asyncio
 
 from sllm_invoker.call import Call
-from sllm_invoker.relay import HELD_S, Relay
+from sllm_invoker.relay import HELD_S, KEEP_ENDED_S, Relay
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.frames import Beat, CallHead, Feed, Frame, FrameKind, Hold, Open, Segment, ToGateway, ToNode
+from sllm_runtime.protocol.frames import (
+    Ack,
+    Beat,
+    CallHead,
+    Feed,
+    Frame,
+    FrameKind,
+    Hold,
+    Open,
+    Segment,
+    ToGateway,
+    ToNode,
+    Unknown,
+)
+from tests.fixtures.waiting import until
 
 TICK = limits.HEARTBEAT_S / 10
 
@@ -151,4 +165,20 @@ async def test_a_call_that_may_draw_is_told_so_once() -> None:
     node.relay.on_message("gw", ToNode((Feed("call-0", 1, 0, 0, (5,)),)))
     await node.later(HELD_S * 1.5)
     assert node.instance.told == [Feed("call-0", 1, 0, 0, (5,))]
+    await node.tasks.close()
+
+
+async def test_a_link_to_a_gateway_that_is_no_more_goes() -> None:
+    """Each life of a gateway may have another name."""
+    node = Node(calls=1)
+    for number in range(5):
+        node.relay.on_message(f"gw-{number}", ToNode((Ack("nobody's", 1, 0, 0),)))
+    node.relay.ready(node.instance.calls[0])
+    await node.later(KEEP_ENDED_S)
+    assert len(node.tasks) == 6
+    await node.later(2 * TICK)
+    await until(lambda: len(node.tasks) == 1, what="the one with a call is left")
+    node.relay.on_message("gw-4", ToNode((Ack("nobody's", 1, 0, 0),)))
+    await asyncio.sleep(0)
+    assert [item for message in node.line.sent for item in message.items] == [Unknown("nobody's", 1)]
     await node.tasks.close()

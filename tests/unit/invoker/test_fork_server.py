@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from sllm_invoker import fork_server
 from sllm_invoker.fork_server import STILLBORN, ForkServer
+from sllm_runtime.platform import wire
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.waiting import until
 
@@ -55,3 +57,31 @@ async def test_who_waits_for_one_that_does_not_start_is_told(tmp_path: Path, mon
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+async def test_one_that_nothing_can_be_sent_to_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and its socket is open: nothing else would end it, and no start would ever come to it."""
+    monkeypatch.setattr(wire, "SHORT_S", 0.0)
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    argv = (sys.executable, "-c", PROGRAM, str(tmp_path))
+    server = ForkServer(env, argv=argv, on_exit=lambda _name, _exited: None)
+    running = asyncio.create_task(server.run())
+    try:
+        await until(lambda: server.python)
+        first = server.pid
+        with monkeypatch.context() as short:
+            short.setattr(socket, "send_fds", too_many)
+            assert await spawn(server) == "the fork server ended"
+            await until(lambda: server.pid != first, what="it ends")
+        monkeypatch.setattr(fork_server, "SPAWN_S", 0.2)
+        assert await spawn(server) == "the fork server made no worker within 0.2 s", "this one has heard"
+        assert server.pid not in (0, first)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+def too_many(*_: object) -> int:
+    raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))

@@ -81,6 +81,18 @@ async def test_a_message_nested_too_deeply_is_refused(node: NodeUnderTest) -> No
     await node.reaches(instance, InstanceState.LOST)
 
 
+@pytest.mark.parametrize("script", ["oddids", "oddusage"])
+async def test_numbers_that_cannot_be_end_their_instance(node: NodeUnderTest, script: str) -> None:
+    """A gateway would count by them, and send them on."""
+    instance = await node.start(script)
+    _, call = await node.gateway.open(instance)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "protocol_error"
+    await node.reaches(instance, InstanceState.LOST)
+    await works(node)
+
+
 async def test_descriptors_that_a_worker_sends_do_not_stay_open(node: NodeUnderTest) -> None:
     instance = await node.start("fds=200")
     before = len(os.listdir("/proc/self/fd"))

@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -180,3 +182,25 @@ async def test_the_network_is_for_functions_that_ask_for_it(deployed: Deployed) 
         assert await deployed.call("connect", network=True, addresses=[["127.0.0.1", port]]) == [0]
         accepting.join(GIVE_UP_S)
     assert await deployed.call("loopback") == "hello", "what its own processes say to each other stays possible"
+
+
+FORBIDDEN = """
+import ctypes, errno, json, os
+from sllm_runtime.worker import zygote
+leave = zygote._isolate()
+libc = ctypes.CDLL(None, use_errno=True)
+pid = os.fork()
+if pid == 0:
+    os._exit(libc.unshare(0x10000000) and ctypes.get_errno())
+print(json.dumps([leave.name, errno.errorcode.get(os.waitpid(pid, 0)[1] >> 8), libc.unshare(0x40000000)]))
+"""
+
+
+@pytest.mark.network_namespaces
+def test_no_function_makes_namespaces_of_its_own_where_the_fork_server_has_one() -> None:
+    """They would be the user's, of whom there are so many: without one for its network no function starts."""
+    words = ("unshare", "--user", "--map-user=12345", "--keep-caps", "--pid", "--fork", "--kill-child", "--mount-proc")
+    told = subprocess.run([*words, sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=GIVE_UP_S)
+    assert told.stderr == ""
+    assert json.loads(told.stdout) == ["FOR_GOOD", "ENOSPC", 0], "a worker still leaves the network"
+    assert Path("/proc/sys/user/max_user_namespaces").read_text() != "0\n", "the machine's own are as they were"

@@ -7,6 +7,7 @@ import sys
 import termios
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sllm_invoker import logs
@@ -116,3 +117,24 @@ async def test_the_rest_of_a_long_line_costs_few_turns_of_the_loop(monkeypatch: 
 def unread(pipe: int) -> int:
     """Bytes in ``pipe``."""
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_a_file_that_cannot_be_written_is_said_once_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not each line, with its text, on the disk that is full."""
+    sink = LogSink(tmp_path, nobody)
+    before = len(os.listdir("/proc/self/fd"))
+    full = tmp_path / "f.jsonl"
+    full.symlink_to("/dev/full")
+    for second in range(2 * 60):
+        sink.add(msgspec.structs.replace(record("f", "a line"), at=float(second)))
+        sink.add(msgspec.structs.replace(record("other", str(second)), at=float(second)))
+    assert caplog.text.count("log of function f cannot be written: [Errno 28]") == 2
+    assert capfd.readouterr().err == ""
+    full.unlink()
+    sink.add(record("f", "there is room again"))
+    sink.close()
+    assert texts(full) == ["there is room again"]
+    assert len(texts(tmp_path / "other.jsonl")) == 2 * 60
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -9,12 +9,13 @@ import pytest
 
 from sllm_invoker import models as invoker_models
 from sllm_invoker.loader import Loader
-from sllm_invoker.models import Models
+from sllm_invoker.models import Models, Report
 from sllm_invoker.storage import copied, remote
 from sllm_loaderd.convert import convert_directory
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import CorruptCheckpoint, DeadlineExceeded, InvalidRequest, SllmError
+from sllm_runtime.protocol.errors import CorruptCheckpoint, DeadlineExceeded, InvalidRequest, ModelNotFound, SllmError
 from sllm_runtime.protocol.limits import CHUNK_BYTES
+from sllm_runtime.protocol.loader import ModelInfo
 from sllm_runtime.protocol.node import ModelCommand, PrepareModel, PullModel
 from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.loaderd import LoaderProcess, loaderd, numbers_model
@@ -161,3 +162,43 @@ async def test_what_fails_is_told_and_tried_again_when_asked_again(
         await models.command(ModelCommand(term=1, verb="validate", digest=reply.model.digest))
     with pytest.raises(InvalidRequest, match="'polish'"):
         await models.command(ModelCommand(term=1, verb="polish", digest=reply.model.digest))
+
+
+class Deleted:
+    """A store from which a model is deleted while it comes, and that has it the next time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.gone = asyncio.Event()
+
+    async def register(self, uri: str, digest: str, report: Report) -> ModelInfo:
+        raise NotImplementedError
+
+    async def validate(self, digest: str) -> None: ...
+
+    async def pull(self, model: ModelRecord, report: Report) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            await self.gone.wait()
+            raise ModelNotFound("it was deleted while it came")
+
+    async def delete(self, digest: str) -> None:
+        self.gone.set()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_who_asks_after_a_model_was_deleted_is_not_told_of_that(ended: bool) -> None:
+    """``ended``: its coming has, when the delete is answered."""
+    store = Deleted()
+    models = Models(store, lambda: 1.0)
+    model = ModelRecord(digest="sha256:1", uri="/m", nbytes=1, partitions=(1,))
+    pull = PullModel(term=1, model=model, wait_s=0.0)
+    assert (await models.pull(pull)).model is None
+    if ended:
+        store.gone.set()
+        (entry,) = models._registrations.values()
+        await asyncio.wait({entry.task})
+    await models.command(ModelCommand(term=1, verb="delete", digest=model.digest))
+    assert (await models.pull(msgspec.structs.replace(pull, wait_s=GIVE_UP_S))).model == model
+    assert store.asked == 2
+    await models.close()

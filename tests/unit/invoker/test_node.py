@@ -446,3 +446,12 @@ async def test_what_keeps_it_from_making_sandboxes_is_reported_while_it_lasts(
         patched.setattr(ProcessDriver, "problem", "the engine hangs")
         await until(lambda: node.status.condition == "the engine hangs", what="the report says so")
     await until(lambda: node.status.condition == "", what="the report says no more")
+
+
+async def test_what_has_ended_is_told_first_in_that_order(node: NodeUnderTest) -> None:
+    """A report that has no room for all leaves out the first."""
+    first, second, third = [await node.start() for _ in range(3)]
+    for each in (second, first):
+        await node.stop(each)
+        await node.reaches(each, InstanceState.STOPPED)
+    assert [each.instance for each in node.status.instances] == [second, first, third]

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from sllm_invoker import report
+from sllm_invoker.bounds import REPORTED_BYTES
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.codec import pack
-from sllm_runtime.protocol.node import NodeStatus
+from sllm_runtime.protocol.errors import StartFailed
+from sllm_runtime.protocol.node import InstanceStatus, NodeStatus
+from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 
@@ -92,7 +96,7 @@ def test_a_report_tells_of_as_many_models_as_it_has_room_for() -> None:
     whole = status(1, models=names, remote=tuple(names[:8_000]), resident=(names[5_000],), copied={names[8_500]: 1})
     assert report.fitted(status(1, models=names[:100])).models == tuple(names[:100])
     told = report.fitted(whole)
-    assert limits.MAX_MESSAGE - 1024 < len(pack(told)) <= limits.MAX_MESSAGE
+    assert limits.MAX_REPORT - 1024 < len(pack(told)) <= limits.MAX_REPORT
     assert told.resident == whole.resident
     assert told.copied == whole.copied
     assert set(told.models) > {names[5_000], *names[8_000:]}
@@ -113,3 +117,80 @@ async def test_a_report_that_is_cut_says_so(caplog: pytest.LogCaptureFixture) ->
     assert [each.untold for each in sent] == [sent[0].untold] * 2
     assert sent[0].untold == 9_000 - len(sent[0].models) > 0
     assert caplog.text.count("has no room for all models") == 1
+
+
+def instances(state: InstanceState, count: int, **more: Any) -> tuple[InstanceStatus, ...]:
+    return tuple(
+        InstanceStatus(instance=f"{state}-{number:06d}", function="f" * 40, version=1, state=state, **more)
+        for number in range(count)
+    )
+
+
+def living(told: NodeStatus) -> list[str]:
+    return [each.instance for each in told.instances if each.state is InstanceState.READY]
+
+
+LONG = StartFailed("e" * REPORTED_BYTES).body()
+MODELS = tuple(f"sha256:{number:064x}" for number in range(100))
+
+
+def test_errors_of_starts_that_failed_do_not_silence_a_node() -> None:
+    """A start that fails is made again, on a node that no other one stands in for, and each that did is told of for a
+    minute."""
+    failed, ready = instances(InstanceState.FAILED, 280, error=LONG), instances(InstanceState.READY, 50)
+    told = report.fitted(status(1, models=MODELS, instances=(*failed, *ready)))
+    assert len(pack(told)) <= limits.MAX_REPORT
+    assert told.models == MODELS
+    assert [each.instance for each in told.instances] == [each.instance for each in (*failed, *ready)]
+    errors = [len(each.error.message) for each in told.instances if each.error is not None]
+    assert errors == sorted(errors)
+    assert set(errors) == {report.BRIEF_BYTES, REPORTED_BYTES}, "those that ended last are told in full"
+
+
+def test_what_workers_say_of_their_starts_does_not_silence_a_node() -> None:
+    said = {"proof": "p" * limits.MAX_PROOF, "spans": (Span("setup", 0.0, 1.0),) * 20, "fingerprint": "same"}
+    ready = instances(InstanceState.READY, 400, **said)
+    told = report.fitted(status(1, models=MODELS, instances=ready))
+    assert limits.MAX_REPORT - 4096 < len(pack(told)) <= limits.MAX_REPORT
+    assert living(told) == [each.instance for each in ready]
+    assert {each.fingerprint for each in told.instances} == {"same"}
+    assert not told.instances[0].proof
+    assert told.instances[-1] == ready[-1], "that of the last ones nobody has heard yet"
+
+
+def test_what_has_ended_leaves_a_report_before_what_lives() -> None:
+    """The first that ended first: of them the controller has heard."""
+    ended, ready = instances(InstanceState.STOPPED, 5_000), instances(InstanceState.READY, 500)
+    told = report.fitted(status(1, models=MODELS, instances=(*ended, *ready)))
+    assert limits.MAX_REPORT - 1024 < len(pack(told)) <= limits.MAX_REPORT
+    assert living(told) == [each.instance for each in ready]
+    kept = len(told.instances) - len(ready)
+    assert 0 < kept < 5_000
+    assert told.instances[:kept] == ended[-kept:]
+    assert told.models == MODELS
+
+
+def test_models_and_instances_have_half_of_a_report_each() -> None:
+    models = tuple(f"sha256:{number:064x}" for number in range(9_000))
+    failed = instances(InstanceState.FAILED, 280, error=LONG)
+    told = report.fitted(status(1, models=models, instances=failed))
+    assert limits.MAX_REPORT - 1024 < len(pack(told)) <= limits.MAX_REPORT
+    shares = len(pack(told.models)), len(pack(told.instances))
+    assert min(shares) > limits.MAX_REPORT // 2 - 4096
+    few = report.fitted(status(1, models=models, instances=failed[:50]))
+    assert few.instances == failed[:50], "who needs less than half is not cut"
+
+
+async def test_a_report_whose_instances_are_cut_is_sent_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    sent = list[NodeStatus]()
+
+    async def publish(status: NodeStatus) -> None:
+        assert len(pack(status)) <= limits.MAX_MESSAGE
+        sent.append(status)
+
+    failed = instances(InstanceState.FAILED, 500, error=LONG)
+    made = report.Reporter(lambda sequence: status(sequence, instances=failed), publish)
+    await made.send()
+    await made.send()
+    assert [len(each.instances) for each in sent] == [500, 500]
+    assert caplog.text.count("no room for all that 500 instances have to say") == 1

@@ -1,6 +1,7 @@
 """Framing over unix sockets, with descriptors; sans-I/O parts by Hypothesis, the rest on real socket pairs."""
 
 import asyncio
+import errno
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_runtime.platform import wire as wire_module
 from sllm_runtime.platform.framing import HEADER, Descriptors, Splitter
 from sllm_runtime.platform.wire import AsyncWire, BlockingWire
 from sllm_runtime.protocol.errors import ProtocolError, Unavailable
@@ -321,3 +323,73 @@ async def test_a_listener_hears_of_a_broken_framing(pair: tuple[socket.socket, s
     with pytest.raises(ProtocolError, match="above the limit"):
         await asyncio.wait_for(listening, GIVE_UP_S)
     right.close()
+
+
+class Short:
+    """A kernel that refuses the first ``times`` messages with descriptors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> None:
+        self.left = times
+        really = socket.send_fds
+
+        def send_fds(sock: socket.socket, data: list[bytes], fds: list[int]) -> int:
+            if self.left:
+                self.left -= 1
+                raise OSError(number, os.strerror(number))
+            return really(sock, data, fds)
+
+        monkeypatch.setattr(socket, "send_fds", send_fds)
+
+
+@pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM])
+async def test_what_the_kernel_has_no_room_for_is_sent_later(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """In its order, with its descriptors: the peer is there, and would wait for it for ever."""
+    left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
+    short = Short(monkeypatch, number, 3)
+    read, write = os.pipe()
+    left.send(b"1", [read])
+    left.send(b"2")
+    assert not left.peer_gone
+    await asyncio.wait_for(left.drain(), GIVE_UP_S)
+    assert short.left == 0
+    assert [await right.receive() for _ in range(2)] == [b"1", b"2"]
+    (got,) = right.fds.take(1)
+    assert inode(got) == inode(read)
+    for fd in (got, read, write):
+        os.close(fd)
+    left.close()
+    right.close()
+
+
+async def test_who_can_send_nothing_is_told(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever receives: a peer that lacks what was sent says nothing."""
+    left = AsyncWire(pair[0])
+    monkeypatch.setattr(wire_module, "SHORT_S", 0.0)
+    Short(monkeypatch, errno.ETOOMANYREFS, 100)
+    receiving = asyncio.ensure_future(left.receive())
+    await asyncio.sleep(0)
+    left.send(b"1", [0])
+    with pytest.raises(Unavailable, match=r"nothing can be sent over this socket: .* Too many references"):
+        await asyncio.wait_for(receiving, GIVE_UP_S)
+    with pytest.raises(Unavailable):
+        left.send(b"2")
+    await asyncio.wait_for(left.drain(), GIVE_UP_S)
+    left.close()
+
+
+async def test_a_wire_that_waits_for_the_kernel_can_be_closed(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = AsyncWire(pair[0])
+    short = Short(monkeypatch, errno.ENOMEM, 1)
+    left.send(b"1", [0])
+    assert short.left == 0
+    left.close()
+    await asyncio.wait_for(left.drain(), GIVE_UP_S)
+    await asyncio.sleep(2 * wire_module._AGAIN_S)
+    pair[1].setblocking(False)
+    assert pair[1].recv(1) == b""

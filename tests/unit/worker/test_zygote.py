@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import NoReturn
 
 import pytest
 
+from sllm_runtime.platform.descriptors import HANDED_ON
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.limits import MAX_FDS
@@ -47,9 +49,10 @@ def test_it_runs_one_thread_and_says_what_it_took(zygote: Zygote) -> None:
 
 
 LOOK = """
-import gc, os, sys
+import gc, os, resource, sys
 def fn():
     return {
+        "limit": resource.getrlimit(resource.RLIMIT_NOFILE),
         "room": next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("FDSize")),
         "fds": sorted(int(n) for n in os.listdir("/proc/self/fd")),
         "leads": os.getpgid(0) == os.getpid(),
@@ -79,6 +82,8 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     # 0 - 2, the socket, uvloop's own ten, and the listing itself.
     assert len(seen["fds"]) <= 15, seen
     assert seen["room"] >= 2 * MAX_FDS  # made while there was one thread: later each doubling waits for the kernel
+    # Descriptors on their way are counted for the user, against each sender's limit: it cannot fill its fork server's.
+    assert seen["limit"] == [min(HANDED_ON, resource.getrlimit(resource.RLIMIT_NOFILE)[0]) // 2] * 2
     assert (seen["leads"], seen["stdin"], seen["env"], seen["torch"]) == (True, "", "n2", True)
     assert not seen["preload"]  # that is between the invoker and its fork server
     assert seen["collector"] == [True, True]  # it runs, and leaves alone what all workers share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,13 +10,18 @@ import select
 import socket
 from typing import Any
 
+import msgspec
 import pytest
 
 from sllm_invoker.wiring import wired
-from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import InstanceLost, StartFailed
 from sllm_runtime.protocol.manifest import Handler, Manifest
-from sllm_runtime.protocol.worker import Assign, Member
+from sllm_runtime.protocol.worker import Assign, Failed, FromWorker, Hello, Member, ToWorker
 from sllm_runtime.worker import cluster, isolation
+from sllm_runtime.worker.engine.ours.parallel.meeting import TOLD
+from sllm_runtime.worker.main import Warming, Worker
 from tests.fixtures.nursery import Nursery
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -53,13 +59,51 @@ def test_who_may_have_the_network_stays_in_it(nursery: Nursery) -> None:
     assert first["space"] == second["space"] == os.stat("/proc/self/ns/net").st_ino
 
 
-def test_a_rank_0_that_is_gone_is_named() -> None:
+def assigned(member: Member) -> Assign:
     handler = Handler(entry="user:fn", kind="function", streams=False)
     made = Manifest(name="fn", handler=handler)
-    member = Member(number=1, ranks=2)
-    assign = Assign(instance="fn-1", function="fn", version=1, manifest=made, bundle="", member=member, cluster=True)
+    cluster = member.ranks > 1
+    return Assign(instance="fn-1", function="fn", version=1, manifest=made, bundle="", member=member, cluster=cluster)
+
+
+def test_a_rank_0_that_is_gone_is_named() -> None:
+    assign = assigned(Member(number=1, ranks=2))
     (stream, far), (sums, other) = socket.socketpair(), socket.socketpair()
     with stream, far, sums:
         other.close()
         with pytest.raises(InstanceLost, match="rank 0 of 2 is gone"):
             cluster.leave_network(assign, [stream.fileno(), sums.fileno()])
+
+
+@pytest.fixture
+def used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network namespaces that this user may have."""
+    monkeypatch.setattr(isolation, "leave_network", lambda: False)
+    monkeypatch.setattr(isolation, "enter_network", lambda _fd: False)
+
+
+@pytest.mark.usefixtures("used_up")
+@pytest.mark.parametrize("can", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+def test_who_does_not_leave_the_network_starts_only_where_nobody_can(number: int, can: bool) -> None:
+    """Or it would run with the node's, whatever its manifest says. Number 1 is told of rank 0's."""
+    assign = assigned(Member(number=number, ranks=number + 1))
+    (stream, far), (sums, other) = socket.socketpair(), socket.socketpair()
+    with stream, far, sums, other:
+        socket.send_fds(other, [TOLD], [0])
+        with pytest.raises(StartFailed, match="cannot leave the node's") if can else contextlib.nullcontext():
+            cluster.leave_network(assign, [stream.fileno(), sums.fileno()], can=can)
+
+
+@pytest.mark.usefixtures("used_up")
+def test_a_worker_that_does_not_leave_the_network_says_so_and_ends() -> None:
+    ours, theirs = map(BlockingWire, socket.socketpair())
+    ours.send(codec.pack(ToWorker(msgspec.structs.replace(assigned(Member()), fds=0))))
+    assert Worker(theirs).run(0.0, Warming((), isolation.Leave.FOR_NOW)) == 1
+    theirs.close()
+    said = [codec.unpack(FromWorker, payload).body for payload in iter(ours.receive, None)]
+    ours.close()
+    hello, failed = said
+    assert isinstance(hello, Hello)
+    assert isinstance(failed, Failed)
+    assert failed.error.code == "start_failed"
