@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
@@ -14,6 +15,7 @@ from sllm_runtime.protocol.manifest import MODEL_PARAMETER
 
 _MISSING = "missing"
 _EXTRA = "extra_forbidden"
+_UNKNOWN = "there is no argument '{}'"
 
 
 class Arguments:
@@ -35,6 +37,8 @@ class Arguments:
                 fields[key] = (hints.get(parameter.name, Any), Field(default=default, alias=parameter.name))
         config = ConfigDict(extra="allow" if extra else "forbid", arbitrary_types_allowed=True)
         self._model: type[BaseModel] = create_model("Arguments", __config__=config, **fields)
+        self._given = _given(function)
+        """Parameters that no caller fills in: ``**kwargs`` would take their names."""
 
     def parse(self, body: bytes) -> dict[str, Any]:
         """Keyword arguments in the JSON object ``body`` (empty: none).
@@ -51,6 +55,8 @@ class Arguments:
 
     def convert(self, given: dict[str, Any]) -> dict[str, Any]:
         """``given`` converted to the hinted types. Raises ``InvalidArgument``."""
+        if taken := next((name for name in given if name in self._given), None):
+            raise InvalidArgument(_UNKNOWN.format(taken), field=taken)
         try:
             record = self._model.model_validate(given)
         except ValidationError as error:
@@ -59,13 +65,20 @@ class Arguments:
         return values | (record.model_extra or {})
 
 
+def _given(function: Callable[..., Any]) -> frozenset[str]:
+    found = [MODEL_PARAMETER] if MODEL_PARAMETER in inspect.signature(function).parameters else []
+    if inspect.ismethod(function):
+        found += itertools.islice(inspect.signature(function.__func__).parameters, 1)  # its object
+    return frozenset(found)
+
+
 def _refused(error: ValidationError) -> InvalidArgument:
     first = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == _MISSING:
         text = f"argument '{path}' is missing"
     elif first["type"] == _EXTRA:
-        text = f"there is no argument '{path}'"
+        text = _UNKNOWN.format(path)
     else:
         text = f"argument '{path}': {first['msg']} (given: {first['input']!r:.80})"
     more = error.error_count() - 1

@@ -45,6 +45,8 @@ class Call:
         self.outgoing = outgoing
         self.body = bytearray()
         self.usage = Usage()
+        self.yielded: bool | None = None
+        """See ``End``; known before the first output."""
         self.task: asyncio.Task[None] | None = None
         self.following = head.follow
         """Whether ids are sent as they are drawn: another instance is on its way to take over from this one, or this
@@ -144,7 +146,7 @@ class Call:
         )
         usage = self.usage if self.usage != Usage() else None
         late = () if self._late is None else self._late(self._arrived)
-        self.outgoing.end(End(error=error, usage=usage, spans=(*late, *spans)))
+        self.outgoing.end(End(error=error, usage=usage, spans=(*late, *spans), yielded=self.yielded))
 
 
 def _json(value: Any) -> bytes:

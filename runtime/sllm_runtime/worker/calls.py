@@ -272,11 +272,13 @@ def _arguments(parse: Callable[[bytes], dict[str, Any]], call: Call) -> dict[str
 
 
 def run_sync(function: Callable[..., Any], parse: Callable[[bytes], dict[str, Any]]) -> Callable[[Call], None]:
-    """What runs a plain function or generator for a call, in a thread."""
+    """What runs a plain function or generator for a call, in a thread. It yields where it hands on any iterator,
+    whatever its hints say."""
 
     def run(call: Call) -> None:
         result = function(**_arguments(parse, call))
-        if not isinstance(result, Iterator):
+        call.yielded = isinstance(result, Iterator)
+        if not call.yielded:
             call.outgoing.check()
             call.emit(result)
             return
@@ -296,7 +298,8 @@ def run_async(function: Callable[..., Any], parse: Callable[[bytes], dict[str, A
 
     async def run(call: Call) -> None:
         result = function(**_arguments(parse, call))
-        if not inspect.isasyncgen(result):
+        call.yielded = inspect.isasyncgen(result)
+        if not call.yielded:
             await call.aemit(await result)
             return
         try:

@@ -43,6 +43,7 @@ class ModelHandle:
         self._engine: tuple[EngineLoop, Tokens] | None = None
         self._tokenizer: Any = None
         self._mailbox: Mailbox | None = None
+        self._on_lost: Callable[[SllmError], None] | None = None
         self.adapters = Adapters.none()
         """What OpenAI's routes may name beside the model."""
         self._lock = threading.Lock()
@@ -100,6 +101,8 @@ class ModelHandle:
         with self._lock:
             if self._engine is None:
                 self._engine = self._start_engine()
+                if self._on_lost is not None:
+                    self._engine[0].on_lost(self._on_lost)
             return self._engine
 
     def use_loop(self, mailbox: Mailbox) -> None:
@@ -107,7 +110,8 @@ class ModelHandle:
         self._mailbox = mailbox
 
     def on_lost(self, call: Callable[[SllmError], None]) -> None:
-        """See ``EngineLoop.on_lost``; of an engine that runs already."""
+        """See ``EngineLoop.on_lost``; also of an engine that begins only when it is first asked."""
+        self._on_lost = call  # first: whoever begins the engine just now finds it, or is found here
         if self._engine is not None:
             self._engine[0].on_lost(call)
 

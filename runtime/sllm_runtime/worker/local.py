@@ -49,9 +49,9 @@ def run_local(function: Any, arguments: dict[str, Any]) -> Any:
     """
 
     def whole() -> Any:
-        with _values(function, arguments) as (values, streams):
+        with _values(function, arguments) as (values, yielded):
             found = list(values)
-        return found if streams else found[0]
+        return found if yielded else found[0]
 
     return _apart(whole)
 
@@ -81,7 +81,8 @@ def _values(
         made = runner.run(handler.instantiate(target, handle)) if isinstance(target, type) else target
         user = handler.bind(made, handle)
         result = user.call(**user.arguments.convert(arguments))
-        yield (_through_json(value) for value in _iterated(result, runner)), manifest.handler.streams
+        yielded = isinstance(result, AsyncIterator | Iterator)
+        yield (_through_json(value) for value in _iterated(result, runner)), yielded
 
 
 def _iterated(result: Any, runner: asyncio.Runner) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def options(given: Mapping[str, Any]) -> SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``generate``'s arguments. ``prompt`` is a copy: its caller may go on with what was given."""
+    """``generate``'s arguments, copied: their caller may go on with what was given, and change it."""
 
     prompt: Any
     max_tokens: int
@@ -146,7 +147,14 @@ class Asked:
         """What costs nothing is looked at: raises ``InvalidArgument`` naming the argument."""
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
             raise InvalidArgument(f"max_tokens is {max_tokens!r}; give a number from 0 on", field="max_tokens")
-        return cls(list(prompt) if isinstance(prompt, list) else prompt, max_tokens, options(given))
+        return cls(_copied(prompt), max_tokens, options(given).model_copy(deep=True))
+
+
+def _copied(prompt: Any) -> Any:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return prompt
+    items = list(prompt)  # ids have nothing within, and may be very many
+    return copy.deepcopy(items) if items and isinstance(items[0], Mapping) else items
 
 
 def request(asked: Asked, engine: Limits, tokens: Tokens, files: Mapping[str, bytes]) -> Request:

@@ -72,6 +72,25 @@ def test_kinds(start: Start, entry: str, kind: str, arguments: Any, outputs: lis
     assert answer.outputs == outputs
 
 
+@pytest.mark.parametrize(
+    ("entry", "kind", "outputs", "yielded"),
+    [
+        ("mapped", "function", [0, 1], True),
+        ("wrapped", "function", [0, 1], True),
+        ("returns_iterator", "function", [0, 1], True),
+        ("yields_async", "async_generator", [0, 1], True),
+        ("lists", "function", [[0, 1]], False),
+    ],
+)
+def test_each_call_says_whether_it_yielded(
+    start: Start, entry: str, kind: str, outputs: list[Any], yielded: bool
+) -> None:
+    """Its hints may say something else, or nothing."""
+    answer = start("kinds", entry, kind, streams=not yielded).run({"count": 2})
+    assert answer.end is not None
+    assert (answer.outputs, answer.end.yielded) == (outputs, yielded)
+
+
 def test_a_class_is_set_up_once(start: Start) -> None:
     worker = start("kinds", "Counter", "class")
     assert [worker.run({"step": 2}).outputs for _ in range(3)] == [[2], [4], [6]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from sllm_runtime.platform.wire import BlockingWire
-from sllm_runtime.protocol.errors import ContextLengthExceeded, InvalidArgument
+from sllm_runtime.protocol.errors import ContextLengthExceeded, InstanceLost, InvalidArgument, SllmError
 from sllm_runtime.protocol.frames import CallHead
 from sllm_runtime.protocol.worker import Heartbeat
 from sllm_runtime.worker.call import Call, current
-from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.base import Event, Request, Sampling
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
-from sllm_runtime.worker.engine.sinks import Mailbox
+from sllm_runtime.worker.engine.sinks import Mailbox, ThreadSink
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.outgoing import Outgoing
 from sllm_runtime.worker.sender import Sender
@@ -144,6 +145,41 @@ async def test_a_prompt_is_what_it_was_when_it_was_given(
     prompt.append(66)
     assert [piece async for piece in coming]
     assert asked[0].prompt == (65,)
+
+
+async def test_so_is_a_chat(loop: EngineLoop, tokens: Slow, asked: list[Request], tmp_path: Path) -> None:
+    """To its last message: what changes it meanwhile may be faster or slower when its call is resumed."""
+    files = {"tokenizer_config.json": b'{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}'}
+    handle = ModelHandle(lambda: None, files, tmp_path, lambda: (loop, tokens))
+    handle.use_loop(Mailbox(asyncio.get_running_loop()))
+    messages = [{"role": "user", "content": "hello"}]
+    coming = handle.agenerate(messages, max_tokens=1)
+    messages[0]["content"] += " world"
+    assert [piece async for piece in coming]
+    assert asked[0].prompt == tokens.encode("hello", special=False)
+
+
+class Broken(Heard):
+    """Its device computes nothing more."""
+
+    def step(self) -> list[Event]:
+        raise InstanceLost("its device computes nothing more")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_engine_that_is_lost_is_told_of_whenever_it_began(tokens: Slow, tmp_path: Path, begun: bool) -> None:
+    """Without ``engine=True`` the first ``generate`` begins it."""
+    loop, lost = EngineLoop(Broken([]), tokens), queue.Queue[SllmError]()
+    handle = ModelHandle(lambda: None, {}, tmp_path, lambda: (loop, tokens))
+    if begun:
+        handle.engine()
+    handle.on_lost(lost.put)
+    loop.start()
+    sink = ThreadSink()
+    handle.engine()[0].submit(Request(id=-1, prompt=(65,), sampling=Sampling()), sink)
+    assert isinstance(lost.get(timeout=GIVE_UP_S), InstanceLost)
+    handle.close()
+    assert sink._pieces.empty()
 
 
 def test_a_tokenizer_is_written_out_for_who_needs_that(tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("yields_async", {"count": 2}, [0, 1]),
         ("Counter", {"step": 3}, 3),
         ("AsyncCounter", {}, [10, 11]),
+        ("returns_iterator", {"count": 2}, [0, 1]),
+        ("mapped", {"count": 2}, [0, 1]),
+        ("wrapped", {"count": 0}, []),
+        ("lists", {"count": 2}, [0, 1]),
     ],
 )
 def test_every_kind(name: str, given: dict[str, Any], answer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,6 +67,17 @@ def test_what_is_too_long_however_it_is_cut_is_not_encoded(make: Make, monkeypat
         with pytest.raises(ContextLengthExceeded, match="64 tokens") as refused:
             prompts.encoded(text, Engine(), tokens)
         assert refused.value.field == "prompt"
+
+
+def test_what_was_asked_is_what_it_was_when_it_was_given() -> None:
+    ids, schema = array("q", [65]), {"type": "string"}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = prompts.Asked.of(ids, 1, {"response_format": shape})
+    ids.append(66)
+    schema["type"] = "number"
+    assert prompts.prompt_ids(asked.prompt, Engine(), Tokens(byte_level()), {}) == (65,)
+    assert asked.options.response_format is not None
+    assert asked.options.response_format["json_schema"]["schema"] == {"type": "string"}
 
 
 @KINDS

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from sllm_runtime.protocol.errors import UnsupportedModel
-from sllm_runtime.worker.engine import admission
+from sllm_runtime.worker.engine import admission, devices
 from sllm_runtime.worker.engine.base import Engine
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.engine import OurEngine
@@ -152,7 +152,17 @@ def choose_engine(module: Any, files: Mapping[str, bytes], raw: Mapping[str, Any
 
     vocabulary = int(module.get_input_embeddings().weight.shape[0])
     eos = admission.end_ids(raw, files.get("generation_config.json"), vocabulary)
-    return Chosen(TransformersEngine(module, eos, admission.max_context(raw), vocabulary), "")
+    engine = TransformersEngine(
+        module, eos, admission.max_context(raw), vocabulary, why_broken=partial(_why_broken, module)
+    )
+    return Chosen(engine, "")
+
+
+def _why_broken(module: Any) -> str:
+    """See ``Backend.broken``; of each device that ``module`` is on."""
+    where = {tensor.device for tensor in module.parameters()}
+    found = (devices.why_broken(device, partial(devices.ask, device)) for device in where)
+    return next(filter(None, found), "")
 
 
 def _known(module: Any, architecture: str) -> Decoder | None:

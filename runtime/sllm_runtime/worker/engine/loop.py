@@ -192,11 +192,11 @@ class EngineLoop:
         try:
             return self.engine.step()
         except Exception as error:  # weights that do not come, or a bug of the engine: nobody may wait for ever
+            log.exception("engine step failed")  # of a process that is lost there will be no other word
             if self._on_lost is not None and isinstance(error, InstanceLost):
                 self._lost = True
                 self._on_lost(error)
                 return []
-            log.exception("engine step failed")
             text = f"the engine failed: {type(error).__name__}: {error}"
             failure = error if isinstance(error, SllmError) else InternalError(text)
             for number in self._outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from sllm_runtime.protocol.errors import Draining, FunctionError, SllmError
-from sllm_runtime.worker.engine import admission, endings
+from sllm_runtime.worker.engine import admission, devices, endings
 from sllm_runtime.worker.engine.base import (
     AdapterTable,
     Capabilities,
@@ -58,12 +58,14 @@ class _Counters:
 
 @dataclass(slots=True)
 class TransformersEngine:
-    """``module`` is a causal language model of transformers in eval mode, ``eos`` the ids that end an output."""
+    """``module`` is a causal language model of transformers in eval mode, ``eos`` the ids that end an output;
+    ``why_broken`` as ``Backend.broken``."""
 
     module: Any
     eos: frozenset[int]
     max_context: int
     vocabulary: int
+    why_broken: Callable[[], str] = lambda: ""
     name: str = "transformers"
     fingerprint: str = ""
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(sleep=True, prompt_logprobs=True))
@@ -95,7 +97,7 @@ class TransformersEngine:
 
     def step(self) -> list[Event]:
         """At most one prefill, then one token for every request that runs: a long prompt delays the others by one
-        prefill and not by all that wait."""
+        prefill and not by all that wait. Raises ``InstanceLost`` where its device computes nothing more."""
         if self._asleep:
             return []
         events: list[Event] = []
@@ -170,6 +172,8 @@ class TransformersEngine:
         except SllmError as error:
             return Event(request=number, error=error)
         except Exception as error:  # whatever a model's forward raises fails its own request, never the batch
+            if why := self.why_broken():
+                raise devices.lost(why, error) from error
             return Event(request=number, error=FunctionError(f"the model failed: {type(error).__name__}: {error}"))
         prompt = tuple(run.scores) if first else ()
         if endings.ends(picked.id, sampling, self.eos):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +10,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sllm_runtime.protocol.errors import InstanceLost, InternalError, SllmError
-from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.protocol.errors import FunctionError, InstanceLost, InternalError, SllmError
+from sllm_runtime.worker.engine import devices
+from sllm_runtime.worker.engine.base import Engine, Request
+from sllm_runtime.worker.engine.choice import Settings, choose_engine
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.gpu.device import Device
@@ -19,8 +22,9 @@ from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT, GPU_FAST
 from sllm_runtime.worker.engine.sinks import Piece, ThreadSink
 from tests.fixtures.families import family
+from tests.fixtures.models import BUILDERS
 from tests.fixtures.waiting import GIVE_UP_S
-from tests.unit.worker.engine.driver import Letters, request
+from tests.unit.worker.engine.driver import MIB, Letters, request
 from tests.unit.worker.engine.stand_in import CPU, engine_of
 
 STEPS = 3
@@ -49,7 +53,7 @@ def failing(ask: Callable[[], None]) -> OurEngine:
 
 
 @contextmanager
-def running(core: OurEngine) -> Iterator[EngineLoop]:
+def running(core: Engine) -> Iterator[EngineLoop]:
     loop = EngineLoop(core, Letters())
     loop.start()
     try:
@@ -65,8 +69,9 @@ def asked(loop: EngineLoop, *requests: Request) -> list[ThreadSink]:
     return sinks
 
 
-def test_its_calls_hear_nothing_and_its_process_is_to_end() -> None:
-    """So they go on at another instance: what is told of a call is its end."""
+def test_its_calls_hear_nothing_and_its_process_is_to_end(caplog: pytest.LogCaptureFixture) -> None:
+    """So they go on at another instance: what is told of a call is its end. What broke it is in the log: nobody can ask
+    this process again."""
     lost, is_lost, pieces = list[SllmError](), threading.Event(), list[Piece]()
 
     def lose(error: SllmError) -> None:
@@ -85,6 +90,46 @@ def test_its_calls_hear_nothing_and_its_process_is_to_end() -> None:
     assert isinstance(error, InstanceLost)
     assert error.message.startswith("cpu computes nothing more in this process: CUDA error: an illegal memory access")
     assert "\n" not in error.message
+    assert ", in collected" in caplog.text
+    assert "RuntimeError: CUDA error: an illegal memory access was encountered" in caplog.text
+
+
+def failing_module(ask: Callable[[torch.device], None], monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Of a class that ours does not know. Its second step fails."""
+    monkeypatch.setattr(devices, "ask", ask)
+    module, left = BUILDERS["phi"]().eval(), iter([None, sticky])
+    forward = module.forward
+
+    def computed(*args: object, **more: object) -> object:
+        if (fails := next(left, None)) is not None:
+            fails()
+        return forward(*args, **more)
+
+    monkeypatch.setattr(module, "forward", computed)
+    made = choose_engine(module, {}, module.config.to_dict(), Settings(4 * MIB)).engine
+    assert made.name == "transformers"
+    return made
+
+
+def test_the_engine_over_transformers_ends_its_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves every call by itself, and would fail each of them as that call's own."""
+    lost = queue.Queue[SllmError]()
+    with running(failing_module(lambda _device: sticky(), monkeypatch)) as loop:
+        loop.on_lost(lost.put)
+        (sink,) = asked(loop, request())
+        error = lost.get(timeout=GIVE_UP_S)
+    assert isinstance(error, InstanceLost)
+    assert error.message.startswith("cpu computes nothing more in this process: CUDA error")
+    assert sink._pieces.qsize() == 1
+
+
+def test_a_forward_that_fails_on_a_device_that_is_well_is_its_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[SllmError] = []
+    with running(failing_module(lambda _device: None, monkeypatch)) as loop:
+        loop.on_lost(lost.append)
+        with pytest.raises(FunctionError, match="illegal memory access"):
+            list(asked(loop, request())[0])
+    assert lost == []
 
 
 def test_where_nobody_could_go_on_elsewhere_they_are_told() -> None:

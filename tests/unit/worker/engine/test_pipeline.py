@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 from dataclasses import replace
@@ -281,6 +282,32 @@ def test_a_stage_begins_with_the_layers_it_has(nursery: Nursery) -> None:
             made.core.add(ASKED[0])
             with pytest.raises(Unavailable, match="layer 2 does not come"):
                 finish(made.core)
+    finally:
+        os.close(gate)
+        if hold >= 0:
+            os.close(hold)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 1, 2, 3)])
+def test_a_stage_that_fails_is_told_to_no_call(nursery: Nursery, cuts: tuple[int, ...]) -> None:
+    """Whatever it was, memory, a GPU or a bug: its process has ended, so all calls go on elsewhere."""
+    gate, hold = os.pipe()
+    try:
+        with stages(nursery, "llama", *cuts, pipes=(gate,), stage={"bug": True}) as made:
+            os.close(hold)
+            hold, lost, sink = -1, queue.Queue[SllmError](), ThreadSink()
+            loop = EngineLoop(made.core, Letters())
+            loop.on_lost(lost.put)
+            loop.start()
+            try:
+                loop.submit(ASKED[0], sink)
+                error = lost.get(timeout=GIVE_UP_S)
+            finally:
+                loop.close()
+        assert isinstance(error, InstanceLost)
+        why = f"what computes layers [{cuts[-2]}, {cuts[-1]}) failed: MemoryError: no room for the rows of layer"
+        assert error.message.startswith(why)
+        assert sink._pieces.empty()
     finally:
         os.close(gate)
         if hold >= 0:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sllm_runtime.protocol.errors import ContextLengthExceeded, Draining, InstanceLost, SllmError
-from sllm_runtime.worker.engine import admission, endings, feeding
+from sllm_runtime.protocol.errors import ContextLengthExceeded, Draining, InstanceLost, InternalError, SllmError
+from sllm_runtime.worker.engine import admission, devices, endings, feeding
 from sllm_runtime.worker.engine.base import Capabilities, Event, Exported, Finish, Request, Stats, TokenChoice
 from sllm_runtime.worker.engine.ours import room
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
@@ -144,12 +144,14 @@ class OurEngine:
             events += [self._tell(*each) for each in told if each[0].state is not State.DONE]
             if self._steps:
                 events += self._collect(self._steps.popleft())
-        except SllmError:  # the runner's: what was on its way is lost
+        except SllmError as error:  # the runner's: what was on its way is lost
             self._steps.clear()
+            if isinstance(error, InternalError):  # a bug in a process that computes with this one: as if it had died
+                raise InstanceLost(error.message) from error
             raise
         except Exception as error:
-            if broken := self.decoder.backend.broken():
-                raise InstanceLost(f"{broken}; a step failed before: {type(error).__name__}") from error
+            if why := self.decoder.backend.broken():
+                raise devices.lost(why, error) from error
             raise
         events += [Event(request=sequence.request.id, rests=True) for sequence in self.scheduler.rested()]
         if not self.scheduler.busy:

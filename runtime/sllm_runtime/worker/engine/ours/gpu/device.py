@@ -15,6 +15,7 @@ import torch
 
 from sllm_runtime.protocol.errors import OutOfMemory, UnsupportedModel
 from sllm_runtime.protocol.quantities import show_bytes
+from sllm_runtime.worker.engine import devices
 from sllm_runtime.worker.engine.ours.adapter import TILE, Adapter
 from sllm_runtime.worker.engine.ours.attention import Heads
 from sllm_runtime.worker.engine.ours.gpu.adapters import alike
@@ -68,7 +69,7 @@ class Device:
         """With the operators that can be had on ``device``."""
         if device.type != "cuda":
             return cls(device, FastOps(), _exact())
-        return cls(device, FastOps(), _exact(), partial(_free, device), partial(torch.cuda.synchronize, device))
+        return cls(device, FastOps(), _exact(), partial(_free, device), partial(devices.ask, device))
 
     @property
     def shared(self) -> bool:
@@ -76,13 +77,8 @@ class Device:
         return self.free is not None
 
     def broken(self) -> str:
-        """See ``Backend.broken``. An illegal access, a device-side assert or an ECC error that cannot be corrected
-        stays in a process's context: every later call raises it again."""
-        try:
-            self._ask()
-        except Exception as error:
-            return f"{self.device} computes nothing more in this process: {str(error).partition(chr(10))[0]}"
-        return ""
+        """See ``Backend.broken``."""
+        return devices.why_broken(self.device, self._ask)
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         """See ``Backend.current``: each thread has a current GPU of its own."""

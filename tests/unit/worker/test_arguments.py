@@ -1,0 +1,47 @@
+"""Arguments of calls that would take the place of what no caller gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sllm_runtime.protocol.errors import InvalidArgument
+from sllm_runtime.worker.handler import bind
+
+
+def with_model(model: Any, **more: Any) -> Any:
+    return more
+
+
+def without(**more: Any) -> Any:
+    return more
+
+
+class Called:
+    def __call__(this, **more: Any) -> Any:
+        return more
+
+
+class CalledWithModel:
+    def __call__(self, model: Any, **more: Any) -> Any:
+        return more
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [(with_model, "model"), (Called().__call__, "this"), (CalledWithModel().__call__, "self"),
+     (CalledWithModel().__call__, "model")],
+)  # fmt: skip
+def test_there_is_no_such_argument(function: Any, wrong: str) -> None:
+    parse = bind(function, object()).arguments.parse
+    with pytest.raises(InvalidArgument, match=f"there is no argument '{wrong}'") as refused:
+        parse(b'{"a": 1, "%b": 2}' % wrong.encode())
+    assert refused.value.field == wrong
+    assert parse(b'{"a": 1}') == {"a": 1}
+
+
+@pytest.mark.parametrize(("function", "name"), [(without, "model"), (without, "self"), (Called().__call__, "self")])
+def test_they_are_names_like_others_where_nothing_has_them(function: Any, name: str) -> None:
+    bound = bind(function, None)
+    assert bound.call(**bound.arguments.convert({name: 1})) == {name: 1}
