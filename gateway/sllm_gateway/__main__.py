@@ -26,7 +26,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     settings.token()  # a wrong address or token is said before anything is started
     tasks = Tasks("daemon", on_failure=lambda _: stop.set())
     with contextlib.closing(listen(settings)) as listener:
-        bus = await Bus.connect(settings, settings.gateway, name=f"sllm-gateway {settings.gateway}")
+        name = f"sllm-gateway {settings.gateway}"
+        bus = await Bus.connect(settings, settings.gateway, name=name, kind="gateway")
         try:
             async with running(bus, settings) as gateway:
                 server = make_server(gateway, settings)

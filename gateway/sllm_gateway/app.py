@@ -50,12 +50,14 @@ from sllm_gateway.table import RouteTable, Version
 from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.platform.clock import since_boot
 from sllm_runtime.platform.disk import shortage
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.presence import NOTHING, Presence
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import records, subjects
+from sllm_runtime.protocol.clipping import NAME_BYTES, clip
 from sllm_runtime.protocol.errors import CallMoved, Cancelled
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.lives import BEAT_S
@@ -72,7 +74,7 @@ class Gateway:
         bus: Bus,
         settings: GatewaySettings,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot,
         wall: Callable[[], float] = time.time,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -188,7 +190,7 @@ class Gateway:
         self._announcer.tell(
             Kind.CALL_FAILED,
             error.message,
-            {"code": error.code},
+            {"code": clip(error.code, NAME_BYTES)},
             function=call.version.function,
             version=call.version.number,
             call=call.id,

@@ -10,10 +10,20 @@ import jsonschema_rs
 import msgspec
 
 from sllm_gateway.errors import shown
+from sllm_gateway.expansion import expansion, extent
 from sllm_runtime.protocol.errors import InvalidArgument, InvalidManifest, MalformedJson
 
 IN_THREAD_BYTES = 2**18
 """Larger bodies are parsed beside the event loop."""
+CHECKS = 100_000
+"""Comparisons that a body may take here, a few milliseconds, and so many more for each of its bytes:"""
+CHECKS_A_BYTE = 16
+MOST_CHECKS = 20_000_000
+"""However large it is: nothing else runs meanwhile."""
+EXPLAINED = 4_000
+"""Of more it takes too long to say what is wrong."""
+_LOOKED_AT = 100_000
+"""Values of a body that may be looked at for how deep they lie."""
 
 
 def parse(body: bytes) -> Any:
@@ -27,7 +37,10 @@ def parse(body: bytes) -> Any:
 
 
 class Arguments:
-    """The checker of one version. Raises ``InvalidManifest`` for a ``schema`` that is none, or not whole in itself."""
+    """The checker of one version. Raises ``InvalidManifest`` for a ``schema`` that is none, or not whole in itself.
+
+    What would take too long here is left to the function's own process, which checks by its type hints.
+    """
 
     def __init__(self, schema: dict[str, Any]) -> None:
         try:
@@ -38,6 +51,19 @@ class Arguments:
                 f"the function's input_schema is no valid JSON Schema: {why}; correct its type hints, deploy again",
                 field="handler.input_schema",
             ) from error
+        self._expansion = told = expansion(schema)
+        self._free = (CHECKS - told.checks[0]) // max(1, told.cost(1) - told.checks[0]) if told is not None else -1
+        """Bodies of so many bytes take no more than CHECKS, whatever is in them: each value has a byte at least."""
+        self._union = told.union if told is not None else 0
+
+    def require_bounded(self) -> None:
+        """Raises ``InvalidManifest`` for a schema of which a single argument would take too long."""
+        if self._expansion is not None and self._expansion.checks[:2][-1] > CHECKS:
+            raise InvalidManifest(
+                f"the function's input_schema may make more than {CHECKS} comparisons for one argument: its parts name"
+                " each other too often; give simpler type hints, deploy again",
+                field="handler.input_schema",
+            )
 
     async def check(self, body: bytes) -> bytes:
         """The body to hand on (``{}`` for none). Raises ``MalformedJson`` or ``InvalidArgument`` with the path."""
@@ -47,19 +73,34 @@ class Arguments:
             self.check_now(body)
         else:
             body = b"{}"
-            self._check_value({})
+            self._check_value({}, body)
         return body
 
     def check_now(self, body: bytes) -> None:
         """As ``check``, at once."""
-        self._check_value(parse(body))
+        self._check_value(parse(body), body)
 
-    def _check_value(self, value: Any) -> None:
+    def _check_value(self, value: Any, body: bytes) -> None:
         if not isinstance(value, dict):
             raise InvalidArgument(f"the body must be a JSON object of arguments, not {_json_type(value)}")
-        if self._validator.is_valid(value):
+        most = min(MOST_CHECKS, CHECKS + CHECKS_A_BYTE * len(body))
+        if (len(body) > self._free and not self._takes(most, value, body)) or self._validator.is_valid(value):
             return
-        raise _explain(next(self._validator.iter_errors(value)))
+        if self._union > EXPLAINED and not self._takes(EXPLAINED, value, body):
+            raise InvalidArgument("the arguments are not of the function's types; which one takes too long to find out")
+        try:
+            self._validator.validate(value)  # which stops at the first error: there may be one of each item
+        except jsonschema_rs.ValidationError as error:
+            raise _explain(error) from None
+
+    def _takes(self, most: int, value: Any, body: bytes) -> bool:
+        """Whether to check ``value``, which is ``body``, takes ``most`` comparisons at most, as far as can be told."""
+        if self._expansion is None:
+            return False
+        values = body.count(b",") + body.count(b"{") + body.count(b"[")  # or fewer
+        if self._expansion.cost(values) <= most:
+            return True
+        return values <= _LOOKED_AT and self._expansion.cost(*extent(value)) <= most
 
 
 def _explain(error: jsonschema_rs.ValidationError) -> InvalidArgument:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from sllm_runtime.protocol import codec
+from sllm_runtime.platform.outbox import encode
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.lives import Log
 
@@ -25,11 +25,13 @@ class Backlog:
         """So much waited that it was given up: what is told from now on is not enough."""
 
     def add(self, log: Log) -> tuple[int, bytes]:
-        """Its number, and how it travels."""
+        """Its number, and how it travels. Raises ``ProtocolError`` if no message can be so large; it does not wait
+        then, since nothing behind it would ever be stored."""
+        data = encode(log, "a life's log")
         if self._bytes > self._most:
             self.clear()
             self.gap = True
-        number, data = self._next, codec.pack(log)
+        number = self._next
         self._next += 1
         self._waiting.append((number, data))
         self._bytes += len(data)

@@ -57,7 +57,7 @@ class Calls:
         clock: Callable[[], float],
         starts: Starts,
         on_end: Callable[[Call], None] = lambda _: None,
-        tell: Tell = lambda kind, call, why: None,
+        tell: Tell = lambda kind, call, why, others=(): None,
     ) -> None:
         """``on_end`` is told of each call that is over, once."""
         self._clock = clock
@@ -229,14 +229,13 @@ class Calls:
 
     # --- the nodes' reports -----------------------------------------------------------------------
     def on_status(self, status: NodeStatus, subject: str) -> None:
-        """A node's report: progress for those who wait, room on instances, and whether the node was started anew."""
+        """A node's report: how far starts are (``Timers`` tells who waits), room on instances, and whether the node was
+        started anew."""
         if subject.rpartition(".")[2] != status.node:  # rights bind a node to its subject, not to the name it gives
             return
         now = self._clock()
         restarted = self._starts.restarted(status)
-        for key in self._starts.on_status(status, now):
-            for call in self.dispatcher.waiting_calls(key):
-                call.wake()
+        self._starts.on_status(status, now)
         for instance in status.instances:
             self.dispatcher.on_room((instance.function, instance.version), instance.instance, instance.running)
         if restarted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sllm_runtime.protocol import limits
@@ -40,8 +41,10 @@ class Seen:
     """Since when the reader's client takes nothing."""
 
 
-def verdict(seen: Seen, allowed: Allowed, now: float, *, instance: str = "", pending: str = "") -> SllmError | None:
-    """The error that the call ends with now, or None."""
+def verdict(
+    seen: Seen, allowed: Allowed, now: float, *, instance: str = "", pending: Callable[[], str] = str
+) -> SllmError | None:
+    """The error that the call ends with now, or None. ``pending``: why it waits, asked where that is told."""
     if now - seen.accepted >= allowed.timeout:
         return DeadlineExceeded(
             f"the call took longer than its timeout of {allowed.timeout:g} s; raise `timeout` of the function"
@@ -49,7 +52,8 @@ def verdict(seen: Seen, allowed: Allowed, now: float, *, instance: str = "", pen
     if seen.writing is not None and now - seen.writing >= allowed.slow:
         return SlowConsumer(f"the caller took nothing for {allowed.slow:g} s; read faster")
     if seen.waited is not None and seen.waited >= allowed.queue:
-        reason = f": {pending}" if pending else ""
+        why = pending()
+        reason = f": {why}" if why else ""
         return QueueTimeout(
             f"no instance could take the call within {allowed.queue:g} s{reason}; "
             "call again, or raise `queue_timeout` of the function",
@@ -65,12 +69,12 @@ def verdict(seen: Seen, allowed: Allowed, now: float, *, instance: str = "", pen
 
 
 def next_look(seen: Seen, allowed: Allowed, now: float) -> float:
-    """The earliest time at which ``verdict`` could be another, at most a quarter second away while it waits."""
+    """The earliest time at which ``verdict`` could be another."""
     times = [seen.accepted + allowed.timeout]
     if seen.writing is not None:
         times.append(seen.writing + allowed.slow)
     if seen.waited is not None:
-        times.append(now + min(0.25, max(0.0, allowed.queue - seen.waited)))
+        times.append(now + max(0.0, allowed.queue - seen.waited))
     if seen.heard is not None:
         times.append(seen.heard + limits.LOST_AFTER_S)
     if seen.frame is not None:

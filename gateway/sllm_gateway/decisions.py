@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
 import msgspec
 
-from sllm_gateway.follow import messages
+from sllm_gateway.follow import Message, messages
+from sllm_gateway.written import event_of
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Explained
@@ -22,7 +24,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 async def recorded(bus: Bus, function: str) -> dict[str, Explained]:
     """The last starts of ``function`` by instance, the oldest first; none while JetStream does not answer."""
-    told = await _all(bus, subjects.DECISIONS_STREAM, subjects.decision(function), Explained)
+    told = await _all(bus, subjects.DECISIONS_STREAM, subjects.decision(function), _decision)
     return {start.instance: each for each in told for start in each.starts}
 
 
@@ -31,18 +33,22 @@ async def events_of(bus: Bus, call: str) -> list[Event]:
     if not subjects.is_token(call):
         return []
     own, _ = subjects.events_of(call=call)
-    return await _all(bus, subjects.EVENTS_STREAM, own, Event)
+    return await _all(bus, subjects.EVENTS_STREAM, own, event_of)
 
 
-async def _all(bus: Bus, stream: str, subject: str, kind: type[T]) -> list[T]:
+def _decision(message: Message) -> Explained:
+    return codec.unpack(Explained, message.data or b"")
+
+
+async def _all(bus: Bus, stream: str, subject: str, read: Callable[[Message], T]) -> list[T]:
     found: list[T] = []
     try:
-        async with aclosing(messages(bus, stream, subject, None)) as read:
-            async for message in read:
+        async with aclosing(messages(bus, stream, subject, None)) as reading:
+            async for message in reading:
                 if message.data is None:
                     break
                 with suppress(ProtocolError):  # of a writer that this release does not understand
-                    found.append(codec.unpack(kind, message.data))
+                    found.append(read(message))
     except Unavailable as error:
         log.warning("%s is not read: %s", subject, error.message)
     return found

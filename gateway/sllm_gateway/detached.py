@@ -184,6 +184,17 @@ class Detached:
         """Whether it runs here."""
         return call in self._running
 
+    def has_room(self, asked: CallOrder) -> bool:
+        """Whether ``go_on`` would not raise ``QueueFull``; it may all the same."""
+        version = self._table.get(asked.function, asked.version)
+        if version is None:
+            return True
+        try:
+            self._calls.dispatcher.require_room(version)
+        except QueueFull:
+            return False
+        return True
+
     def go_on(self, asked: CallOrder, journaled: Journaled, frames: list[Frame], fence: int) -> None:
         """Go on with a call of a gateway that is no more. ``fence``: the sequence of its order, which is this gateway's
         now. Raises why it cannot go on."""
@@ -380,6 +391,7 @@ class Detached:
             error=error.body() if error is not None else None,
             usage=end.usage if end is not None else None,
             frames=frames,
+            yielded=end.yielded if end is not None else None,
         )
         await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S, fence)
         if asked.key:

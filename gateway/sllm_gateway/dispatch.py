@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sllm_gateway.call import Call
 from sllm_gateway.leader import Leader
@@ -33,8 +33,10 @@ class _Line:
 
     def __init__(self, version: Version, now: float) -> None:
         self.version = version
-        self.slots: SlotQueue[Call] = SlotQueue()
-        self.slots.on_route(version.route.entries, now)
+        self.slots: SlotQueue[Call] = SlotQueue(_bound)
+        self.leaving: Mapping[str, RouteEntry] = {}
+        """Where the calls of an instance are to go."""
+        self.on_route(version.route, now)
         self.pending = ""
         """Why nothing can be started, in the controller's words; callers are told of changes (``Dispatcher._say``)."""
         self.awaits: Progress | None = None
@@ -46,12 +48,18 @@ class _Line:
         self.polling = False
         self.timer: asyncio.TimerHandle | None = None
 
+    def on_route(self, route: Route, now: float) -> None:
+        """It has these instances now."""
+        self.slots.on_route(route.entries, now)
+        self.leaving = leaving(route.entries)
+
     @property
     def why(self) -> str:
         """Why its calls wait, as far as that is known."""
         most = self.version.manifest.max_instances
-        taken = f"all {most} instance(s) that it may have (`max_instances`) are taken"
-        return self.away or self.pending or (taken if self.slots.living >= most else "")
+        if self.away or self.pending or self.slots.living < most:
+            return self.away or self.pending
+        return f"all {most} instance(s) that it may have (`max_instances`) are taken"
 
     @property
     def waits(self) -> Progress | None:
@@ -114,12 +122,12 @@ class Dispatcher:
         slots.push(call)
         self._pump(line, self._clock())
         limit = call.version.manifest.max_queue
-        last = bool(slots.waiting) and slots.waiting[-1] is call
-        if last and line.queued and self._queued(call.version.function) > limit:
+        waits = call in slots.waiting
+        if waits and line.queued and self._queued(call.version.function) > limit:
             slots.remove(call)
             raise _full(call.version)
-        if last:
-            self._tell_queued(line, call)
+        if waits:
+            self._tell_queued(line, (call,))
         self._poll(line)
 
     def require_room(self, version: Version) -> None:
@@ -181,10 +189,6 @@ class Dispatcher:
         """Those of them that no coming instance will take."""
         return sum(line.queued for (name, _), line in self._lines.items() if name == function)
 
-    def waiting_calls(self, key: Key) -> tuple[Call, ...]:
-        line = self._lines.get(key)
-        return tuple(line.slots.waiting) if line else ()
-
     def pending(self, key: Key) -> str:
         """Why calls of this version wait; empty where that is not known."""
         line = self._lines.get(key)
@@ -238,15 +242,16 @@ class Dispatcher:
         self._poll(line)
 
     def _pump(self, line: _Line, now: float) -> None:
-        for call, entry in line.slots.match(now, self._reserved(line), _bound):
+        for call, entry in line.slots.match(now, self._reserved(line, now)):
             self._place(call, entry, line.slots.came[entry.instance], now)
-        self._set_timer(line, now)
+        if line.timer is None:
+            self._set_timer(line, now)
 
-    def _reserved(self, line: _Line) -> Mapping[str, int]:
+    def _reserved(self, line: _Line, now: float) -> Mapping[str, int]:
         """The slots that calls are yet to move to: who waits would have them first, each time that one is free, and the
         instance that is to go would not."""
-        where = leaving(tuple(line.slots.entries.values())) if line.slots.waiting else {}
-        if not where:
+        where = line.leaving if line.slots.waiting else {}
+        if not any(line.slots.may_ask(entry.instance, now) for entry in where.values()):
             return NONE
         return Counter(where[source].instance for source in self._to_go(line.version.key) if source in where)
 
@@ -310,7 +315,7 @@ class Dispatcher:
             gone=gone,
             awaits=line.awaits is not None and not line.away,
             pending=bool(line.pending) and not line.away,
-            call=line.slots.waiting[0].id if line.slots.waiting else "",
+            call=next((call.id for call in line.slots.waiting), ""),
         )
         try:
             acquired = await self._leader.ask("acquire", request, Acquired, timeout_s=LONG_POLL_S + RPC_TIMEOUT_S)
@@ -341,19 +346,22 @@ class Dispatcher:
 
     def _explain(self, line: _Line) -> None:
         """Let those who wait see why that has changed."""
-        for call in tuple(line.slots.waiting):
+        waiting = tuple(line.slots.waiting)
+        for call in waiting:
             call.wake()
-            self._tell_queued(line, call)
+        self._tell_queued(line, waiting)
 
-    def _tell_queued(self, line: _Line, call: Call) -> None:
-        """An event for each call, once: the reason comes and goes while it waits."""
-        if line.why and not call.queued:
+    def _tell_queued(self, line: _Line, calls: Sequence[Call]) -> None:
+        """Once for each call: the reason comes and goes while it waits."""
+        new = [call for call in calls if not call.queued] if line.why else []
+        for call in new:
             call.queued = True
-            self._tell(Kind.CALL_QUEUED, call, line.why)
+        if new:
+            self._tell(Kind.CALL_QUEUED, new[0], line.why, new[1:])
 
     def _take_route(self, line: _Line, route: Route) -> None:
         now, known = self._clock(), line.why
-        line.slots.on_route(route.entries, now)
+        line.on_route(route, now)
         if route.entries:
             line.pending = line.away = ""
         self._pump(line, now)
@@ -365,8 +373,9 @@ class Dispatcher:
     def _fail_all(self, line: _Line, error: SllmError) -> None:
         """Every waiting call ends with ``error``: each with an exception of its own."""
         body = error.body()
-        waiting = list(line.slots.waiting)
-        line.slots.waiting.clear()
+        waiting = tuple(line.slots.waiting)
+        for call in waiting:
+            line.slots.remove(call)
         for call in waiting:
             self._fail(call, body.to_error())
         self._drop_if_idle(line)

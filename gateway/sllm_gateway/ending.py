@@ -176,5 +176,7 @@ class Ending:
         if not call.over or call.reading or call.binding is not None:
             return
         if self._calls.discard(call):
-            self._metrics.ended(call, self._clock())
-            self._on_end(call)
+            try:
+                self._metrics.ended(call, self._clock())
+            finally:
+                self._on_end(call)  # who else knows of it looks at it no more

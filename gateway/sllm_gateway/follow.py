@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from sllm_runtime.protocol.limits import MIB
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.2
-QUEUED = 4096
 QUEUED_BYTES = 8 * MIB
 """Of messages that their reader has not taken yet. What comes beyond is left, and read when it has come so far."""
+MESSAGE_BYTES = 1024
+"""What a message takes beside its data."""
 
 
 class Message(NamedTuple):
@@ -34,6 +36,9 @@ class Message(NamedTuple):
 
     number: int
     data: bytes | None
+    subject: str = ""
+    whole: bool = True
+    """Without ``data``: whether all that was there has been read, not the ``newest`` alone."""
 
 
 class _Read(NamedTuple):
@@ -41,6 +46,7 @@ class _Read(NamedTuple):
 
     number: int = 0
     data: bytes = b""
+    subject: str = ""
     written: datetime | None = None
     pending: int = 0
 
@@ -94,22 +100,23 @@ async def messages(
     then, wanted or not. ``idle`` is awaited about once a second while nothing comes; what it raises ends this. Never
     ends by itself. Raises ``Unavailable`` if JetStream has answered nothing within ELECTION_S.
     """
-    told, first, place = False, True, _Place(after)
+    told, first, whole, place = False, True, True, _Place(after)
     deadline = clock() + ELECTION_S
     while True:
         try:
-            last = await _last(bus, stream) if (placed or newest is not None) and not told else 0
+            before, last = await _extent(bus, stream) if (placed or newest is not None) and not told else (0, 0)
             if first and newest is not None:
                 place.behind(last - newest)
+                whole = last - newest <= before
             async with aclosing(_consume(bus, stream, subject, since, place.start)) as consumer:
                 async for read in consumer:
                     first = False
                     if place.goes_on(read):
-                        yield Message(read.number, read.data)
+                        yield Message(read.number, read.data, read.subject)
                     if read.pending == 0 and not told:
                         told = True
                         place.behind(last)
-                        yield Message(place.number, None)
+                        yield Message(place.number, None, whole=whole)
                     elif not read.number and idle is not None:
                         await idle()
         except _Missing as reason:
@@ -121,10 +128,11 @@ async def messages(
         await asyncio.sleep(AGAIN_S)
 
 
-async def _last(bus: Bus, stream: str) -> int:
-    """The number of its last message. Raises ``Unavailable``."""
+async def _extent(bus: Bus, stream: str) -> tuple[int, int]:
+    """Up to which number nothing is kept any more, and the number of the last message. Raises ``Unavailable``."""
     try:
-        return (await bus.jetstream.stream_info(stream)).state.last_seq
+        state = (await bus.jetstream.stream_info(stream)).state
+        return state.first_seq - 1, state.last_seq
     except nats.errors.Error as error:
         raise Unavailable(f"{stream} cannot be read: {error or type(error).__name__}") from error
 
@@ -155,7 +163,7 @@ async def _consume(
             place = message.metadata
             if place.sequence.consumer != delivered:
                 raise _Missing(f"gap before {place.sequence.consumer}")
-            yield _Read(place.sequence.stream, message.data, place.timestamp, place.num_pending)
+            yield _Read(place.sequence.stream, message.data, message.subject, place.timestamp, place.num_pending)
     except nats.errors.Error as error:
         raise Unavailable(f"{subject} cannot be read: {error or type(error).__name__}") from error
     finally:
@@ -170,38 +178,48 @@ class _Come:
     all that is left would be sent, to be thrown away."""
 
     def __init__(self, forget: Callable[[], None]) -> None:
-        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue(QUEUED)
+        self._waiting: deque[Msg] = deque()
         self._forget = forget
         self._bytes = 0
-        self._full = False
+        self._ended = False
+        self._news = asyncio.Event()
 
     async def put(self, message: Msg) -> None:
         """It is left, and all behind it, where that would be more than QUEUED_BYTES."""
-        if self._full:
+        if self._ended:
             return
-        self._bytes += len(message.data)
-        self._full = self._bytes > QUEUED_BYTES
-        if self._full:
+        nbytes = _nbytes(message)
+        if self._bytes + nbytes > QUEUED_BYTES:
             self._forget()
-            await self.end()
-        else:
-            await self._queue.put(message)
+            self.end()
+            return
+        self._bytes += nbytes
+        self._waiting.append(message)
+        self._news.set()
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """No more comes that counts."""
-        await self._queue.put(None)
+        self._ended = True
+        self._news.set()
 
     async def next(self) -> Msg:
         """Raises ``_Missing``."""
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                message = await self._queue.get()
-        except TimeoutError:
-            raise _Missing("no heartbeat") from None
-        if message is None:
-            raise _Missing("NATS was gone, or more came than was read")
-        self._bytes -= len(message.data)
+        while not self._waiting:
+            if self._ended:
+                raise _Missing("NATS was gone, or more came than was read")
+            self._news.clear()
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    await self._news.wait()
+            except TimeoutError:
+                raise _Missing("no heartbeat") from None
+        message = self._waiting.popleft()
+        self._bytes -= _nbytes(message)
         return message
+
+
+def _nbytes(message: Msg) -> int:
+    return len(message.data) + MESSAGE_BYTES
 
 
 def _config(inbox: str, subject: str | Sequence[str], since: float | None, after: int) -> ConsumerConfig:

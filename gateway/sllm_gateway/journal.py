@@ -246,6 +246,13 @@ class Journal:
                 entries.append(entry)
         return journaled, entries
 
+    async def asked_to_cancel(self) -> set[str]:
+        """Calls that somebody wanted ended while no gateway had them."""
+        found: set[str] = set()
+        for stream in STREAMS:
+            found |= (await snapshot(self._bus, stream, call_entries(stream, "*", "cancel"))).keys()
+        return {subject.split(".")[2] for subject in found}
+
     async def all(self) -> dict[str, Journaled]:
         """Every call that is known, without bodies and answers, by id. What another release wrote is left out."""
         calls: dict[str, Journaled] = {}

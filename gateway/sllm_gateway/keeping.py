@@ -246,7 +246,7 @@ class Keeping:
         await self._writer.whole(scope, send, [_JSON, *exactness(exact=journaled.exact)], body)
 
     def _streams(self, order: CallOrder) -> bool:
-        """Whether its function is a generator, also where its version is no more."""
+        """See ``FunctionBody``; also where its version is no more."""
         if order.streams is not None:
             return order.streams
         version = self._table.get(order.function, order.version)

@@ -103,7 +103,7 @@ class Link:
             for batch in batches(items):
                 try:
                     self._bus.publish_now(subject, ToNode(batch))
-                except Unavailable as error:  # all of it is repeated: acknowledgements, parts, cancellations
+                except SllmError as error:  # all of it is repeated: acknowledgements, parts, cancellations
                     log.warning("%s", error.message)
 
     async def open(self, node: str, request: Open) -> Opened:

@@ -118,9 +118,11 @@ class Lives:
 
     def tell(self, log: Log) -> None:
         """More of its log: the others hear it now, and it waits to be stored."""
-        number, data = self._backlog.add(log)
         try:
+            number, data = self._backlog.add(log)
             self._bus.publish_now(life_told(self.me.gateway, self.me.life, number), msgspec.Raw(data))
+        except ProtocolError as error:
+            _logger.error("%d stream(s) would end with this gateway: %s", len(log.entries), error.message)
         except Unavailable as error:  # it is stored all the same
             _logger.info("the others are not told of this gateway's log: %s", error.message)
 

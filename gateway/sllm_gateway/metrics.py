@@ -10,14 +10,17 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sllm_gateway.call import Call
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import BY_CODE, SllmError
 
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900)
+OTHER = "other"
+"""Label of codes that this release does not know."""
 
 
 class Metrics:
-    """Function names are labels only once they are known, so their number is bounded by what is deployed."""
+    """Function names are labels only once they are known, so their number is bounded by what is deployed; codes only
+    where this release knows them."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -56,13 +59,13 @@ class Metrics:
         try:
             yield
         except SllmError as error:
-            self.calls.labels(function, error.code).inc()
+            self.calls.labels(function, _code(error)).inc()
             raise
 
     def ended(self, call: Call, now: float) -> None:
         """Count a call that is over."""
         function, marks = call.version.function, call.marks
-        self.calls.labels(function, call.error.code if call.error else "ok").inc()
+        self.calls.labels(function, _code(call.error) if call.error else "ok").inc()
         self.seconds.labels(function).observe(now - call.order.accepted)
         if marks.first is not None:
             self.ttft.labels(function).observe(marks.first - call.order.accepted)
@@ -70,9 +73,8 @@ class Metrics:
             self.cold.labels(function).inc()
         usage = call.end.usage if call.end else None
         if usage is not None:
-            self.tokens.labels(function, "prompt").inc(usage.prompt)
-            self.tokens.labels(function, "completion").inc(usage.completion)
-            self.tokens.labels(function, "cached").inc(usage.cached)
+            for kind in ("prompt", "completion", "cached"):
+                self.tokens.labels(function, kind).inc(max(0, getattr(usage, kind)))  # a worker's word
 
     def watch(
         self,
@@ -88,6 +90,11 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+def _code(error: SllmError) -> str:
+    """The wire code as a label; what a worker makes up is no series of its own."""
+    return error.code if error.code in BY_CODE else OTHER
 
 
 class _Depths(Collector):

@@ -88,15 +88,15 @@ class Moves:
         self._changed |= self._moving.instances()
         self.look(now)
         for key, where in self._leaving.items():
-            self._consider([call for call in self._calls.values() if call.version.key == key], where, now)
+            self._consider(tuple(self._calls.of(key)), where, now)
         for call in [call for call in self._followed.values() if not self._leaves(call)]:
             del self._followed[call.id]
             self._unfollow(call)
 
     def to_go(self, key: tuple[str, int]) -> Iterator[str]:
         """Where each running call of a version is that could begin to move, now or soon."""
-        for call in self._calls.values():
-            if call.version.key == key and call.binding is not None and _may_move(call):
+        for call in self._calls.of(key):
+            if call.binding is not None and _may_move(call):
                 yield call.binding.instance
 
     def _consider(self, calls: Sequence[Call], where: dict[str, RouteEntry], now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import ValuesView
+from collections.abc import Collection, ValuesView
 
 from sllm_gateway.call import Call
 
@@ -13,6 +13,8 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
+        self._of: dict[tuple[str, int], dict[str, Call]] = {}
+        """Those of each version that has any."""
         self.some = asyncio.Event()
         """Set while there are calls."""
         self.none = asyncio.Event()
@@ -30,14 +32,24 @@ class OpenCalls:
         """All of them; make a list of it before anything that may end one."""
         return self._calls.values()
 
+    def of(self, key: tuple[str, int]) -> Collection[Call]:
+        """Those of a version; as ``values``."""
+        return self._of.get(key, {}).values()
+
     def add(self, call: Call) -> None:
         self._calls[call.id] = call
+        self._of.setdefault(call.version.key, {})[call.id] = call
         self.some.set()
         self.none.clear()
 
     def discard(self, call: Call) -> bool:
         """Whether ``call`` was open; it no longer is."""
         known = self._calls.pop(call.id, None) is not None
+        if known:
+            of = self._of[call.version.key]
+            del of[call.id]
+            if not of:
+                del self._of[call.version.key]
         if not self._calls:
             self.some.clear()
             self.none.set()

@@ -102,7 +102,8 @@ class FunctionStream:
 
 
 class FunctionBody:
-    """``/fn`` without SSE: the value, or an array of what a generator yielded."""
+    """``/fn`` without SSE: the value, or an array of what was yielded. ``streams``: whether that is so where the end
+    does not say it."""
 
     def __init__(self, streams: bool) -> None:
         self._streams = streams
@@ -112,7 +113,7 @@ class FunctionBody:
 
     def body(self, frames: list[Frame], end: End) -> bytes:
         values = join_values(frames)
-        if self._streams:
+        if self._streams if end.yielded is None else end.yielded:
             return b"[" + b",".join(values) + b"]"
         return values[0] if values else b"null"
 

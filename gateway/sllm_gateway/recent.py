@@ -17,16 +17,20 @@ from sllm_gateway.outputs import progress_words
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import CallsTold, CallTold, ExplainCall, ListCalls, place_of
+from sllm_runtime.protocol.clipping import MESSAGE_BYTES, NAME_BYTES, clip
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import CallMoved, DeadlineExceeded, SllmError, Unavailable
+from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.states import CallState
-from sllm_runtime.protocol.timeline import comment
+from sllm_runtime.protocol.timeline import Span, comment, sane
 
 log = logging.getLogger(__name__)
 
 MOST: Final = 1000
 """Calls that have ended and are known still."""
+MOST_SPANS: Final = 32
+"""Of each, of its end."""
 ASK_S: Final = 1.0
 """A gateway that knows the call answers within this."""
 
@@ -61,7 +65,10 @@ class Recent:
         while len(self._ended) >= MOST:
             del self._ended[next(iter(self._ended))]
         kept = Call(replace(call.order, body=b""), call.marks, state=call.state)  # not what it was told, nor its answer
-        kept.end, kept.error = call.end, call.error
+        if call.end is not None:
+            kept.end = End(usage=call.end.usage, spans=_some(call.end.spans))
+        if call.error is not None:
+            kept.error = SllmError(clip(call.error.message, MESSAGE_BYTES))
         self._ended[call.id] = kept
 
     # --- one call -----------------------------------------------------------------------------------
@@ -152,6 +159,11 @@ class Recent:
                 break
             told.append(each)
         return CallsTold(calls=tuple(told))
+
+
+def _some(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The first of them: they are a worker's, and kept long after it."""
+    return tuple(Span(clip(span.name, NAME_BYTES), span.at, span.ms) for span in sane(spans)[:MOST_SPANS])
 
 
 def shown(state: CallState) -> CallState:

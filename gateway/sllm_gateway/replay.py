@@ -29,7 +29,7 @@ def stream_of(order: CallOrder) -> Stream:
 
 
 def body_of(order: CallOrder, *, streams: bool, exact: bool) -> Body:
-    """The encoder of its answer in one piece. ``streams``: its function is a generator; ``exact``: ``Began.exact``."""
+    """The encoder of its answer in one piece. ``streams``: see ``FunctionBody``; ``exact``: ``Began.exact``."""
     body: Body
     if order.kind == "fn":
         body = FunctionBody(streams)
@@ -51,7 +51,7 @@ def success(journaled: Journaled) -> End:
         )
     if journaled.ended.error is not None:
         raise journaled.ended.error.to_error()
-    return End(usage=journaled.ended.usage)
+    return End(usage=journaled.ended.usage, yielded=journaled.ended.yielded)
 
 
 def name_of(journaled: Journaled) -> str:

@@ -13,13 +13,12 @@ from sllm_gateway.calls import Calls
 from sllm_gateway.outputs import Body, Stream
 from sllm_gateway.server import CLOSE_AFTER_S, Connection
 from sllm_gateway.settings import GatewaySettings
+from sllm_gateway.starts import PROGRESS_EVERY_S
 from sllm_runtime.protocol.errors import Cancelled, InternalError, SlowConsumer
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALL_ID, SERVER_TIMING
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.timeline import comment, server_timing
-
-PROGRESS_EVERY_S = 0.1
 
 _SSE: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

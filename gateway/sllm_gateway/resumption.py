@@ -10,7 +10,7 @@ from typing import Final
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import NotDeterministic
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
-from sllm_runtime.protocol.limits import MOST_GENERATIONS, MOST_IDS
+from sllm_runtime.protocol.limits import ID_END, MOST_GENERATIONS, MOST_IDS
 
 _MOST_IN_VAIN: Final = 2
 """Instances that may die one after the other without anything new from them: then it is the call that kills them."""
@@ -71,13 +71,13 @@ class Resumption:
                 self._record(codec.unpack(Ids, frame.data))
 
     def _record(self, ids: Ids) -> None:
-        """Ids that leave a gap, or are too many, are of no use: what follows is drawn again. After a resume an instance
-        gives those out again that it was told. None say that it rests, or has ended."""
+        """Ids that leave a gap, are too many, or can be none are of no use: what follows is drawn again. After a resume
+        an instance gives those out again that it was told. None say that it rests, or has ended."""
         if not 0 <= ids.generation < MOST_GENERATIONS:
             return
         if ids.ended:
             self._ended.add(ids.generation)
-        if not ids.ids or self._count + len(ids.ids) > MOST_IDS:
+        if not ids.ids or self._count + len(ids.ids) > MOST_IDS or not 0 <= min(ids.ids) <= max(ids.ids) < ID_END:
             return
         known = self._ids.setdefault(ids.generation, [])
         if ids.first <= len(known):

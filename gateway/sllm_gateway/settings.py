@@ -22,7 +22,7 @@ class GatewaySettings(Settings):
     port: int = Field(default=8080, ge=0, le=65535)
     """0: any free port."""
     token_file: Path | None = None
-    """Holds the bearer token; without one only loopback is served."""
+    """Holds the bearer token, or several, one a line, while one is replaced; without one only loopback is served."""
     max_body: int = Field(default=limits.MAX_BODY, gt=0)
     head_timeout: float = Field(default=limits.HEAD_TIMEOUT_S, gt=0)
     """Once to twice as long may a request's line and headers take."""
@@ -46,7 +46,8 @@ class GatewaySettings(Settings):
     backlog: int = Field(default=2048, gt=0)
 
     def token(self) -> str | None:
-        """The bearer token. Raises ``InvalidRequest`` for a file that has none, or a public address without one."""
+        """The bearer tokens, one a line. Raises ``InvalidRequest`` for a file that has none, or a public address
+        without one."""
         if self.token_file is not None:
             try:
                 text = self.token_file.read_text().strip()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.node import NodeStatus, Progress
@@ -10,35 +12,40 @@ from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import CONVERT, IMPORT, SANDBOX, SETUP, WEIGHTS
 
 Key = tuple[str, int]
+PROGRESS_EVERY_S: Final = 0.1
+"""Between two words to a caller of how far its start is."""
 _ORDER = ("pending", SANDBOX, CONVERT, IMPORT, WEIGHTS, SETUP)
 
 
 @dataclass(frozen=True)
-class _Start:
-    key: Key
-    progress: Progress
+class _Report:
+    """A node's furthest start of each version that it starts."""
+
+    furthest: dict[Key, Progress]
     seen: float
 
 
 class Starts:
-    """Instances that are starting, over all nodes. A node's report is the whole truth about its instances."""
+    """Instances that are starting, over all nodes. A node's report is the whole truth about its instances. What is
+    asked by every call that waits is worked out where a report changes it."""
 
     def __init__(self) -> None:
-        self._by_node: dict[str, dict[str, _Start]] = {}
+        self._by_node: dict[str, _Report] = {}
+        """The one that has been silent for longest first."""
+        self._furthest: dict[Key, Progress] = {}
         self._boots: dict[str, str] = {}
 
-    def on_status(self, status: NodeStatus, now: float) -> set[Key]:
-        """Take a report in. Returns the versions whose progress may have changed."""
-        before = self._by_node.get(status.node, {})
-        after = {
-            instance.instance: _Start(
-                (instance.function, instance.version), instance.progress or Progress(stage="pending"), now
-            )
-            for instance in status.instances
-            if instance.state in (InstanceState.PENDING, InstanceState.STARTING)
-        }
-        self._by_node[status.node] = after
-        return {start.key for start in (*before.values(), *after.values())}
+    def on_status(self, status: NodeStatus, now: float) -> None:
+        """Take a report in."""
+        before = self._forget(status.node)
+        after: dict[Key, Progress] = {}
+        for instance in status.instances:
+            if instance.state in (InstanceState.PENDING, InstanceState.STARTING):
+                key, progress = (instance.function, instance.version), instance.progress or Progress(stage="pending")
+                after[key] = max(after.get(key, progress), progress, key=_rank)
+        if after:
+            self._by_node[status.node] = _Report(after, now)
+        self._look({key for key in (*before, *after) if before.get(key) != after.get(key)})
 
     def restarted(self, status: NodeStatus) -> bool:
         """Whether this report is of another life of its node than the one before: its instances are gone."""
@@ -48,13 +55,26 @@ class Starts:
 
     def of(self, key: Key, now: float) -> Progress | None:
         """The furthest start of this version; None if none goes on (or its node has fallen silent)."""
-        found = [
-            start.progress
-            for starts in self._by_node.values()
-            for start in starts.values()
-            if start.key == key and now - start.seen < limits.LOST_AFTER_S
-        ]
-        return max(found, key=_rank, default=None)
+        while self._by_node:
+            node, report = next(iter(self._by_node.items()))
+            if now - report.seen < limits.LOST_AFTER_S:
+                break
+            self._look(self._forget(node))
+        return self._furthest.get(key)
+
+    def _forget(self, node: str) -> dict[Key, Progress]:
+        """What it last said; it counts no more."""
+        report = self._by_node.pop(node, None)
+        return report.furthest if report is not None else {}
+
+    def _look(self, keys: Iterable[Key]) -> None:
+        """What the nodes say of these is another."""
+        for key in keys:
+            found = [report.furthest[key] for report in self._by_node.values() if key in report.furthest]
+            if found:
+                self._furthest[key] = max(found, key=_rank)
+            else:
+                self._furthest.pop(key, None)
 
 
 def _rank(progress: Progress) -> tuple[int, float]:

@@ -28,7 +28,7 @@ from sllm_runtime.platform.owned import Tasks, each
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart
-from sllm_runtime.protocol.errors import CallNotFound, ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import CallNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import BEAT_S, Life, Log, Whole
@@ -97,9 +97,18 @@ class Succession:
         self._watch = self._lives.watch(self._heard)
         await self._watch.start()
         self._has_beaten()
-        self._tasks.start(self._tell(), "log")
-        self._tasks.start(self._store(), "beats and log")
-        self._tasks.start(self._look(), "others")
+        self._tasks.start(self._again_and_again(self._tell), "log")
+        self._tasks.start(self._again_and_again(self._store), "beats and log")
+        self._tasks.start(self._again_and_again(self._look), "others")
+
+    async def _again_and_again(self, turn: Callable[[], Awaitable[None]]) -> None:
+        """A bug that one stream meets costs the others a while, not their next gateway."""
+        while True:
+            try:
+                await turn()
+            except Exception:
+                log.exception("a bug holds up what others need to know of this gateway's streams, or it of theirs")
+                await self._pause(BEAT_S)
 
     async def close(self) -> None:
         """End it in order: whatever is left of it (``Ledger.hand_on``) is taken over at once. Repeatable."""
@@ -116,16 +125,15 @@ class Succession:
                 while self._lives.behind:
                     await self._lives.store()
                 await self._lives.beat(over=True)
-        except (TimeoutError, Unavailable, Over, Lost) as error:
+        except (TimeoutError, SllmError, Over, Lost) as error:
             log.info("others are not told of this gateway's end: %s", error or type(error).__name__)
 
     # --- this life --------------------------------------------------------------------------------
     async def _tell(self) -> None:
-        while True:
-            self._lives.turn()
-            self._tell_news()
-            await self._pause(ORDERS_S)
-            await _until(self._ledger.news, IDS_S)
+        self._lives.turn()
+        self._tell_news()
+        await self._pause(ORDERS_S)
+        await _until(self._ledger.news, IDS_S)
 
     def _tell_news(self, *, last: bool = False) -> None:
         now = self._clock()
@@ -137,30 +145,29 @@ class Succession:
             self._told.set()
 
     async def _store(self) -> None:
-        while True:
+        try:
+            if self._clock() >= self._due:
+                await self._lives.beat()
+                self._has_beaten()
+                self._due = self._clock() + BEAT_S
+            self._told.clear()
+            if self._lives.behind:
+                await self._lives.store()
+            else:
+                await _until(self._told, self._due - self._clock())
+        except SllmError as error:  # what was told is stored later
+            log.info("this gateway's log waits: %s", error.message)
+            await self._pause(ORDERS_S)
+        except Lost:
+            self._lives.anew()
+            self._ledger.anew()
+            await self._pause(ORDERS_S)
+        except Over:
             try:
-                if self._clock() >= self._due:
-                    await self._lives.beat()
-                    self._has_beaten()
-                    self._due = self._clock() + BEAT_S
-                self._told.clear()
-                if self._lives.behind:
-                    await self._lives.store()
-                else:
-                    await _until(self._told, self._due - self._clock())
-            except Unavailable as error:  # what was told is stored later
-                log.info("this gateway's log waits: %s", error.message)
+                await self._end_life()
+            except SllmError as error:  # until then they run here
+                log.info("the streams of this gateway's last life wait to be handed on: %s", error.message)
                 await self._pause(ORDERS_S)
-            except Lost:
-                self._lives.anew()
-                self._ledger.anew()
-                await self._pause(ORDERS_S)
-            except Over:
-                try:
-                    await self._end_life()
-                except Unavailable as error:  # until then they run here
-                    log.info("the streams of this gateway's last life wait to be handed on: %s", error.message)
-                    await self._pause(ORDERS_S)
 
     async def _end_life(self) -> None:
         """It has not run for so long that another gateway has its streams; they end here, and a new life begins. What
@@ -196,23 +203,22 @@ class Succession:
         self._news.set()
 
     async def _look(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._beaten and self._watch is not None and self._watch.synced.is_set():
-                self._roll.beat()
-            self._beaten = False
-            for life in self._roll.abandoned(self._lives.me.life):
-                try:
-                    await self._inherit(life)
-                except (Unavailable, ProtocolError) as error:
-                    log.info("what gateway %s left waits: %s", life.gateway, error.message)
-            for name, taken in self._taken.items():
-                try:
-                    if self._hearsay.last(name) > taken.last:  # it woke, and may die before it finds out what it is
-                        self._taking_up.look(await self._keep_left(name, taken))
-                except (Unavailable, ProtocolError) as error:
-                    log.info("what was told of life %s, which is over, waits: %s", name, error.message)
+        await self._news.wait()
+        self._news.clear()
+        if self._beaten and self._watch is not None and self._watch.synced.is_set():
+            self._roll.beat()
+        self._beaten = False
+        for life in self._roll.abandoned(self._lives.me.life):
+            try:
+                await self._inherit(life)
+            except SllmError as error:
+                log.info("what gateway %s left waits: %s", life.gateway, error.message)
+        for name, taken in self._taken.items():
+            try:
+                if self._hearsay.last(name) > taken.last:  # it woke, and may die before it finds out what it is
+                    self._taking_up.look(await self._keep_left(name, taken))
+            except SllmError as error:
+                log.info("what was told of life %s, which is over, waits: %s", name, error.message)
 
     async def _inherit(self, life: Life) -> None:
         """Make what it left calls that are kept, of which each is taken up by one gateway."""

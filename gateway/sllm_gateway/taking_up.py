@@ -55,6 +55,10 @@ class TakingUp:
         self._due = asyncio.Event()
         self._claimed: dict[str, tuple[CallOrder, int]] = {}
         """Calls of this gateway that do not run yet, with the sequences of their orders."""
+        self._waiting: dict[str, CallOrder] = {}
+        """Calls of nobody that there was no room for: who has room first claims them."""
+        self._full: set[tuple[str, int]] = set()
+        """Versions whose queues were found full in this round."""
         self._tried: set[str] = set()
         """Calls whose orders may be this gateway's without its knowledge: of the write it has not heard."""
         self._left: set[str] = set()
@@ -77,28 +81,44 @@ class TakingUp:
 
     async def _run(self) -> None:
         while True:
-            await self._due.wait()
+            if not self._pending:
+                await self._due.wait()
+            anew = self._due.is_set()
             self._due.clear()
             try:
-                await self._take_up()
+                await self._take_up(anew=anew)
             except Unavailable as error:
                 log.info("calls of gateways that are gone wait to be taken up: %s", error.message)
                 self._due.set()
-            if self._due.is_set() or self._claimed:
+            if self._due.is_set() or self._pending:
                 await self._pause(AGAIN_S)
-                self._due.set()
 
-    async def _take_up(self) -> None:
-        """Raises ``Unavailable``; what was begun is gone on with in the next round."""
-        listed = [known for known in (await self._journal.all()).values() if known.ended is None]
-        orders = {known.order.call: known.order for known in listed if known.order is not None}
+    @property
+    def _pending(self) -> int:
+        """Calls that are known and do not run yet."""
+        return len(self._claimed) + len(self._waiting)
+
+    async def _take_up(self, *, anew: bool = True) -> None:
+        """Raises ``Unavailable``; what was begun is gone on with in the next round. ``anew``: all that are known are
+        looked at, else those alone that are here already."""
+        self._full.clear()
+        pending = self._pending
+        known = await self._journal.all() if anew else {}
+        listed = {call: found for call, found in known.items() if found.ended is None}
+        orders = self._waiting | {call: found.order for call, found in listed.items() if found.order is not None}
         orders |= {call: order for call, (order, _) in self._claimed.items()}
+        # These do not wait for room: they may be such that have to end.
+        pressing = {call for call, found in listed.items() if found.began is not None} | (self._left - orders.keys())
+        if pending:
+            pressing |= await self._journal.asked_to_cancel()
 
         async def see_to(call: str) -> None:
             if (order := orders.get(call) or await self._find_left(call)) is not None:
-                await self._see_to(order)
+                await self._see_to(order, pressing=call in pressing)
 
         await each(sorted(orders.keys() | self._left, key=self._turn), see_to, AT_ONCE)
+        if self._pending > pending:
+            log.info("%d call(s) of gateways that are gone wait for room", self._pending)
 
     def _turn(self, call: str) -> bytes:
         """Sorts calls in an order of this gateway's own: several take up what was left, and seldom meet at the same."""
@@ -113,17 +133,33 @@ class TakingUp:
             self._left.discard(call)
             return None
 
-    async def _see_to(self, order: CallOrder) -> None:
-        idle = order.call not in self._claimed and not self._detached.runs(order.call)
+    async def _see_to(self, order: CallOrder, *, pressing: bool) -> None:
+        call = order.call
+        idle = call not in self._claimed and not self._detached.runs(call)
         try:
-            if idle and (order.call in self._tried or await self._ownerless(order)):
+            waits = call in self._tried or self._waiting.get(call) == order
+            if idle and (waits or await self._ownerless(order)):
+                if not pressing and not self._has_room(order):
+                    self._waiting[call] = order
+                    self._left.discard(call)
+                    return
                 await self._claim(order)
         except ProtocolError as error:
-            log.error("call is left to gateways that can read it: %s", error.message, extra={"call": order.call})
-        self._left.discard(order.call)
-        claimed = self._claimed.get(order.call)
-        if claimed is not None and await self._go_on(*claimed):
-            del self._claimed[order.call]
+            log.error("call is left to gateways that can read it: %s", error.message, extra={"call": call})
+        self._waiting.pop(call, None)
+        self._left.discard(call)
+        claimed = self._claimed.get(call)
+        if claimed is None or not (pressing or self._has_room(order)):
+            return
+        if await self._go_on(*claimed):
+            del self._claimed[call]
+
+    def _has_room(self, order: CallOrder) -> bool:
+        """Nothing of a call is claimed or read before there is. A queue that was full stays so for a round."""
+        key = (order.function, order.version)
+        if key not in self._full and not self._detached.has_room(order):
+            self._full.add(key)
+        return key not in self._full
 
     async def _ownerless(self, order: CallOrder) -> bool:
         me = self._lives.me
@@ -165,7 +201,8 @@ class TakingUp:
                 journaled.take(part)
             self._detached.go_on(order, journaled, Journaled().take_all(entries), fence)
         except QueueFull as error:
-            log.info("call waits: %s", error.message, extra={"call": order.call})
+            log.debug("call waits: %s", error.message, extra={"call": order.call})
+            self._full.add((order.function, order.version))
             return False
         except Draining:  # another gateway has it
             return True

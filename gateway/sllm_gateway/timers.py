@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Protocol
 
 from sllm_gateway.binding import NEVER, Binding
@@ -14,9 +17,11 @@ from sllm_gateway.link import Link
 from sllm_gateway.moves import Moves
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.settings import GatewaySettings
-from sllm_gateway.starts import Starts
+from sllm_gateway.starts import PROGRESS_EVERY_S, Starts
+from sllm_gateway.table import Version
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import InstanceLost, SllmError
+from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.states import CallState
 
 TICK_S = 0.025
@@ -30,6 +35,24 @@ class Life(Protocol):
     def lost(self, call: Call, binding: Binding, why: str) -> None: ...
 
     def cut(self, call: Call, error: SllmError) -> None: ...
+
+
+@dataclass
+class _Awaited:
+    """What the calls of a version wait for: the same for all of them."""
+
+    told: Progress | None = None
+    """How far its furthest start was when they were last woken for it."""
+    told_at: float = -inf
+    starting: bool = False
+    news: bool = False
+    """Whether they are woken now."""
+
+    def look(self, progress: Progress | None, now: float) -> None:
+        self.starting = progress is not None
+        self.news = progress != self.told and now - self.told_at >= PROGRESS_EVERY_S
+        if self.news:
+            self.told, self.told_at = progress, now
 
 
 class Timers:
@@ -54,6 +77,8 @@ class Timers:
         self._settings = settings
         self._clock = clock
         self._life = life
+        self._awaited: dict[Version, _Awaited] = {}
+        """Of each version that calls wait for."""
 
     async def run(self) -> None:
         """Until it is cancelled; it sleeps while there is no call."""
@@ -81,18 +106,27 @@ class Timers:
     def tick(self, now: float, passed: float) -> None:
         """Look at every call that is due. ``passed``: seconds since the tick before."""
         self._moves.tick(now)
-        starting: dict[tuple[str, int], bool] = {}
+        known, self._awaited = self._awaited, {}
         for call in list(self._calls.values()):
             if call.binding is None and not call.over:
-                key = call.version.key
-                if key not in starting:
-                    starting[key] = self._starts.of(key, now) is not None
-                call.go(CallState.STARTING if starting[key] else CallState.QUEUED)
-                call.marks.waited += 0.0 if starting[key] else passed
+                awaited = self._awaited.get(call.version)
+                if awaited is None:
+                    awaited = self._awaited[call.version] = known.get(call.version) or _Awaited()
+                    awaited.look(self._starts.of(call.version.key, now), now)
+                self._wait(call, awaited, passed)
             if now >= call.due:
                 self._look(call, now)
             if now >= call.wake_at:
                 call.wake()
+
+    def _wait(self, call: Call, awaited: _Awaited, passed: float) -> None:
+        state = CallState.STARTING if awaited.starting else CallState.QUEUED
+        if call.state is not state:
+            call.go(state)
+        if not awaited.starting:
+            call.marks.waited += passed
+        if awaited.news:
+            call.wake()
 
     def _look(self, call: Call, now: float) -> None:
         binding = call.binding
@@ -113,7 +147,8 @@ class Timers:
         seen = self._seen(call)
         call.due = next_look(seen, allowed, now)
         instance = binding.instance if binding is not None else ""
-        error = verdict(seen, allowed, now, instance=instance, pending=self._dispatcher.pending(call.version.key))
+        pending = partial(self._dispatcher.pending, call.version.key)
+        error = verdict(seen, allowed, now, instance=instance, pending=pending)
         if isinstance(error, InstanceLost) and binding is not None:
             self._life.lost(call, binding, error.message.removesuffix("; call again"))
         elif error is not None and call.over:

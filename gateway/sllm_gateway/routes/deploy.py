@@ -92,7 +92,7 @@ class Deploying:
         """A version from a bundle that is stored."""
         require_room(self._settings.nats_store)
         wanted = await body_of(request, DeployRequest)
-        Arguments(wanted.manifest.handler.input_schema)  # told here, not to whoever calls it first
+        Arguments(wanted.manifest.handler.input_schema).require_bounded()  # told here, not to whoever calls it first
         verb = ctl.Deploy(
             request=wanted.request or uuid4().hex,
             manifest=wanted.manifest,

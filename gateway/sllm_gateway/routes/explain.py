@@ -24,6 +24,7 @@ from sllm_runtime.protocol.calls import PREFIX, CallTold
 from sllm_runtime.protocol.errors import CallNotFound, FunctionNotFound, JournalExpired, NotFound, Unavailable
 from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.http import API, ExplainView
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, TOLD_AFTER_S
 from sllm_runtime.protocol.manifest import NAME
 from sllm_runtime.protocol.states import INSTANCE, CallState, InstanceState, final
 
@@ -47,27 +48,37 @@ class Explaining:
         what: str = request.path_params["what"]
         if (known := self._recent.here(what)) is not None:
             return shown(await self._of_call(known))
-        nothing: NotFound = CallNotFound(
+        is_call = what.startswith(PREFIX)
+        if is_call and (found := await self._of_one_elsewhere(what)) is not None:  # that no controller is needed for
+            return shown(found)
+        nothing = CallNotFound(
             f"{quoted(what)} is no function's name, and no call that any gateway has, or had of late, or that is kept"
         )
-        if NAME.match(what):
-            try:
-                return shown(_view(await self._of_function(what)))
-            except FunctionNotFound as error:
-                nothing = nothing if what.startswith(PREFIX) else error
+        if not NAME.match(what):
+            raise nothing
         try:
-            known = await self._recent.anywhere(what) or await self._kept(what)
+            return shown(_view(await self._of_function(what)))
+        except FunctionNotFound as error:
+            raise (nothing if is_call else error) from None
+
+    async def _of_one_elsewhere(self, call: str) -> ExplainView | None:
+        """Of a call that this gateway does not know; None: nobody does. Raises ``JournalExpired``, ``Unavailable``."""
+        known, expired = None, None
+        try:
+            known = await self._recent.anywhere(call) or await self._kept(call)
         except JournalExpired as error:
-            nothing = error
+            expired = error
         if known is not None:
-            return shown(await self._of_call(known))
-        if told := await events_of(self._bus, what):
-            return shown(await self._of_events(told))
-        raise nothing
+            return await self._of_call(known)
+        if told := await events_of(self._bus, call):
+            return await self._of_events(told)
+        if expired is not None:
+            raise expired
+        return None
 
     async def _kept(self, call: str) -> CallTold | None:
         """What its journal says of it, whose gateway may be no more. Raises ``JournalExpired``, ``Unavailable``."""
-        if not (call.startswith(PREFIX) and subjects.is_token(call)):
+        if not subjects.is_token(call):
             return None
         try:
             found = await self._journal.outline(call)
@@ -133,13 +144,13 @@ class Explaining:
         """One that the controller does not remember, or of none that answers, is recorded; so are the candidates of one
         of which it remembers no more than that it was. Of a function that is gone there may be nothing."""
         try:
-            found = await self._asked(asked)
+            found = await self._asked(asked, wait_s=TOLD_AFTER_S)
             if not asked.instance or (found.past and found.candidates):
                 return found
         except (Unavailable, NotFound) as error:
             told = (await recorded(self._bus, asked.function)).get(asked.instance)
-            if told is None and not isinstance(error, NotFound):
-                raise
+            if told is None and not isinstance(error, NotFound):  # nobody else knows: one that leads is waited for
+                return await self._asked(asked)
             return told or ctl.Explained(
                 function=asked.function, version=asked.version or 0, policy="", decision=error.message, past=True
             )
@@ -148,8 +159,8 @@ class Explaining:
             return told or found
         return structs.replace(found, candidates=told.candidates, moves=found.moves or told.moves)
 
-    async def _asked(self, asked: ctl.Explain) -> ctl.Explained:
-        return await self._controller.ask("explain", asked, ctl.Explained)
+    async def _asked(self, asked: ctl.Explain, *, wait_s: float = CONTROLLER_WAIT_S) -> ctl.Explained:
+        return await self._controller.ask("explain", asked, ctl.Explained, wait_s=wait_s)
 
 
 def _view(found: ctl.Explained) -> ExplainView:

@@ -6,6 +6,8 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,10 +18,11 @@ from sllm_gateway.asgi import Receive, Scope, Send
 from sllm_gateway.controller import Controller
 from sllm_gateway.errors import quoted
 from sllm_gateway.events import EventWriter, Source
-from sllm_gateway.follow import messages
+from sllm_gateway.follow import Message, messages
 from sllm_gateway.routes.api import last_event_id, name_of
+from sllm_gateway.written import event_of, line_of
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest, ProtocolError
 from sllm_runtime.protocol.events import KINDS, Event, LogRecord
 from sllm_runtime.protocol.http import API
@@ -29,8 +32,21 @@ MOST_LINES = 10_000
 LATEST = 2.0**33
 """Of a Unix time that a query may give: some centuries from now, and nothing that a date cannot hold."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
-Render = Callable[[int, bytes], bytes | None]
-"""One message, by its number and data, as an SSE event; None: it is not wanted."""
+BACK = 8
+"""Who wants the last of some of a stream's messages reads so many times as many when what was read had too few."""
+AT_FIRST = 256
+"""Messages of a stream that are read at first for some of them."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Kept(Generic[T]):
+    """What a stream keeps. It takes far longer to show one than to read it."""
+
+    read: Callable[[Message], T | None]
+    """None: it is not wanted. Raises ``ProtocolError``."""
+    show: Callable[[int, T], bytes]
+    """As an SSE event of that number."""
 
 
 class Logs:
@@ -51,7 +67,7 @@ class Logs:
         request = Request(scope, receive)
         name, call = name_of(request), request.query_params.get("call")
         query = _Query.of(request)
-        source = _tail(self._bus, subjects.LOGS_STREAM, subjects.logs_of(name), query, _log_render(call))
+        source = _tail(self._bus, subjects.LOGS_STREAM, subjects.logs_of(name), query, _lines(call))
         if not (query.follow or query.after):
             source = self._must_exist(source, name)
         await self._writer.write(source, scope, send)
@@ -71,7 +87,7 @@ class Logs:
         about = _About.of(request.query_params)
         query = _Query.of(request)
         wanted = subjects.events_of(about.kind, about.function, about.call)
-        source = _tail(self._bus, subjects.EVENTS_STREAM, wanted, query, _event_render(about))
+        source = _tail(self._bus, subjects.EVENTS_STREAM, wanted, query, _events(about))
         await self._writer.write(source, scope, send)
 
 
@@ -109,14 +125,12 @@ class _Query(msgspec.Struct, frozen=True):
         return found
 
 
-def _log_render(call: str | None) -> Render:
-    def render(number: int, data: bytes) -> bytes | None:
-        record = codec.unpack(LogRecord, data)
-        if call is not None and record.call != call:
-            return None
-        return sse.event(views.log_line(record).model_dump_json().encode(), id=number)
+def _lines(call: str | None) -> _Kept[LogRecord]:
+    def read(message: Message) -> LogRecord | None:
+        line = line_of(message)
+        return line if call in (None, line.call) else None
 
-    return render
+    return _Kept(read, lambda number, line: sse.event(views.log_line(line).model_dump_json().encode(), id=number))
 
 
 class _About(msgspec.Struct, frozen=True):
@@ -144,40 +158,62 @@ class _About(msgspec.Struct, frozen=True):
         return kind and self.function in ("", event.function) and self.call in ("", event.call)
 
 
-def _event_render(about: _About) -> Render:
-    def render(number: int, data: bytes) -> bytes | None:
-        event = codec.unpack(Event, data)
-        if not about.holds(event):
-            return None
-        return sse.event(msgspec.json.encode(event), id=number, name="event")
+def _events(about: _About) -> _Kept[Event]:
+    def read(message: Message) -> Event | None:
+        event = event_of(message)
+        return event if about.holds(event) else None
 
-    return render
+    return _Kept(read, lambda number, event: sse.event(msgspec.json.encode(event), id=number, name="event"))
 
 
 async def _tail(
-    bus: Bus, stream: str, subject: str | Sequence[str], query: _Query, render: Render
+    bus: Bus, stream: str, subject: str | Sequence[str], query: _Query, kept: _Kept[T]
 ) -> AsyncGenerator[bytes, None]:
     """The last ``limit`` that are there now, or each behind the last that came to who reads on; with ``follow`` then
     where that is, and each that comes."""
-    kept: deque[bytes] = deque(maxlen=query.limit)
-    past = not query.after
-    newest = query.limit if subject == subjects.events_of() and query.since is None and past else None
-    reading = messages(bus, stream, subject, query.since, newest=newest, after=query.after, placed=query.follow)
-    async with aclosing(reading) as found:
-        async for message in found:
-            if message.data is None:
-                past = False
-                if kept:
-                    yield b"".join(kept)
+    newest = None
+    if not query.after and query.since is None:
+        newest = query.limit if subject == subjects.events_of() else max(query.limit, AT_FIRST)
+    while True:
+        reading = messages(bus, stream, subject, query.since, newest=newest, after=query.after, placed=query.follow)
+        async with aclosing(reading) as found:
+            if not query.after:
+                last, there = await _last(found, query.limit, kept)
+                if newest is not None and len(last) < query.limit and not there.whole:
+                    newest *= BACK
+                    continue
+                if last:
+                    yield b"".join(kept.show(*each) for each in last)
                 if not query.follow:
                     return
-                yield sse.place(message.number)
-                continue
-            try:
-                event = render(message.number, message.data)
-            except ProtocolError:
-                continue  # of a writer that this release does not understand
-            if event is not None and past:
-                kept.append(event)
-            elif event is not None:
-                yield event
+                yield sse.place(there.number)
+            async for message in found:
+                if message.data is None and not query.follow:
+                    return
+                if (piece := _shown(message, kept)) is not None:
+                    yield piece
+
+
+async def _last(
+    found: AsyncGenerator[Message, None], limit: int, kept: _Kept[T]
+) -> tuple[deque[tuple[int, T]], Message]:
+    """The last of what is there, and where that is."""
+    last: deque[tuple[int, T]] = deque(maxlen=limit)
+    while (message := await anext(found)).data is not None:
+        if (one := _wanted(message, kept)) is not None:
+            last.append((message.number, one))
+    return last, message
+
+
+def _shown(message: Message, kept: _Kept[T]) -> bytes | None:
+    if message.data is None:
+        return sse.place(message.number)
+    one = _wanted(message, kept)
+    return kept.show(message.number, one) if one is not None else None
+
+
+def _wanted(message: Message, kept: _Kept[T]) -> T | None:
+    try:
+        return kept.read(message)
+    except ProtocolError:  # of a writer that this release does not understand
+        return None

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -14,6 +13,7 @@ from typing import Final
 from pydantic import Field
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.clock import since_boot
 from sllm_runtime.platform.daemon import ready
 from sllm_runtime.platform.lifetime import Stop, keep, reap
 from sllm_runtime.platform.local import Layout, node_specs
@@ -74,11 +74,6 @@ class Boot:
         """The last one is over."""
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stages.items())
         self._report(f"READY {self._last:.1f} s after boot ({parts})")
-
-
-def since_boot() -> float:
-    """Seconds since this machine booted, sleep included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Joined:

@@ -32,6 +32,7 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import API, EVENT_STREAM
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, TOLD_AFTER_S
 from sllm_runtime.protocol.node import (
     DeviceMemory,
     Gpu,
@@ -48,6 +49,7 @@ from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats, stored
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
+from tests.unit.gateway.test_expansion import doubled
 from tests.unit.platform.test_trace import TRACE
 
 SSE = {"accept": "text/event-stream"}
@@ -201,7 +203,7 @@ async def test_a_schema_that_checks_nothing_is_refused_before_the_controller_is_
 
     async with world(nats) as w:
         await w.controller.serve("deploy", ctl.Deploy, deploy)
-        for schema in ({"type": "nonsense"}, {"$ref": "file:///etc/hostname"}):
+        for schema in ({"type": "nonsense"}, {"$ref": "file:///etc/hostname"}, doubled(40)):
             handler = {**DEPLOY["manifest"]["handler"], "input_schema": schema}
             body = {**DEPLOY, "manifest": {**DEPLOY["manifest"], "handler": handler}}
             refused = await w.http.post(f"{API}/functions", json=body, headers=SSE)
@@ -567,6 +569,36 @@ async def test_a_kept_call_is_explained_when_no_gateway_remembers_it(nats: Nats)
     assert (found["call"], found["state"], found["instance"]) == (call, "SUCCEEDED", entry().instance)
     assert [(each.version, each.instance) for each in asked] == [(1, entry().instance)]
     assert (lost.status_code, lost.json()["error"]["code"]) == (404, "call_not_found")
+
+
+async def test_a_kept_call_is_explained_while_nobody_leads(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller is waited for where nobody else knows what was asked for."""
+    waited: list[tuple[str, float | None]] = []
+
+    async def nobody(_: Any, verb: str, request: ctl.Explain, reply: Any, *, wait_s: float | None = None) -> Any:
+        waited.append((request.function, wait_s))
+        raise NoController("nobody leads")
+
+    async with world(nats, scripts={"f": answers}) as w:
+        await w.deploy(manifest("f"), entry())
+        call = (await w.http.post("/fn/f", headers={"prefer": "respond-async"})).json()["id"]
+        async with w.http.stream("GET", f"/v1/calls/{call}/events") as response:
+            await response.aread()
+    async with world(nats) as w:
+        start = ctl.StartTold(instance=entry().instance, node="n1", state="READY", at=1.0)
+        told = ctl.Explained(
+            function="f", version=1, policy="StartupTime", decision="a start on n1", past=True, starts=(start,)
+        )
+        w.controller.bus.publish_now(subjects.decision("f"), told)
+        await stored(w.controller.bus, subjects.DECISIONS_STREAM, subjects.decision("f"), 1)
+        monkeypatch.setattr(controller.Controller, "ask", nobody)
+        found = (await w.http.get(f"{API}/explain/{call}")).json()
+        assert waited == [("f", TOLD_AFTER_S)]
+        waited.clear()
+        unknown = await w.http.get(f"{API}/explain/call-nobody")
+    assert (found["call"], found["state"], found["decision"]) == (call, "SUCCEEDED", "a start on n1")
+    assert waited == [("call-nobody", CONTROLLER_WAIT_S)], "it may be a function's name"
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "no_controller")
 
 
 async def test_starts_are_explained_that_no_controller_remembers(nats: Nats) -> None:

@@ -3,26 +3,29 @@
 import asyncio
 import itertools
 import json
-from contextlib import aclosing
-from typing import Any
+from contextlib import aclosing, suppress
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 from nats import errors as nats_errors
+from nats.aio.msg import Msg
 
 from sllm.sse import Event as SseEvent
 from sllm.sse import Parser
-from sllm_gateway import follow
+from sllm_gateway import follow, views
 from sllm_gateway.follow import messages
+from sllm_gateway.written import line_of
 from sllm_runtime.platform import owned
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.consumers import forget
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.events import Event
-from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.events import Event, LogRecord
+from sllm_runtime.protocol.http import API, LogView
 from tests.fixtures.nats import CONTROLLER, NODE, Nats, stored
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import World, world
 from tests.unit.gateway.test_api import events
 
@@ -49,6 +52,7 @@ async def test_fifty_questions_for_events_leave_no_consumer(nats: Nats) -> None:
 
 
 async def test_of_a_whole_stream_no_more_is_read_than_is_shown(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sllm_gateway.routes.logs.AT_FIRST", 4)
     async with world(nats) as w:
         for at in range(20):
             event = Event(kind="instance.ready", at=float(at), component="node", function="f")
@@ -63,11 +67,11 @@ async def test_of_a_whole_stream_no_more_is_read_than_is_shown(nats: Nats, monke
             return unpack(kind, data)
 
         monkeypatch.setattr(codec, "unpack", noted)
-        for more, all_of_them in (({}, False), ({"function": "f"}, True), ({"since": "0"}, True)):
+        for more, most in (({}, 3), ({"function": "f"}, 4), ({"since": "0"}, 21)):
             read.clear()
             text = (await w.http.get(f"{API}/events", params={"limit": "3", **more})).text
             assert [json.loads(each.data)["at"] for each in events(text) if each.event == "event"] == [17.0, 18.0, 19.0]
-            assert (len(read) >= 20) if all_of_them else (len(read) == 3)
+            assert 3 <= len(read) <= most
         assert (await w.http.get(f"{API}/events", params={"limit": "0"})).text.count("event: event") == 0
 
 
@@ -177,7 +181,7 @@ def _happens(w: World, function: str, at: float) -> None:
 async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_the_same(
     nats: Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "QUEUED_BYTES", 1000)
+    monkeypatch.setattr(follow, "QUEUED_BYTES", 8 * follow.MESSAGE_BYTES)
     monkeypatch.setattr(follow, "AGAIN_S", 0.01)
     async with world(nats) as w:
         for at in range(50):
@@ -198,3 +202,79 @@ async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_th
                 found.append(codec.unpack(Event, message.data).at)
                 await until(lambda: given_up, what="what is sent is more than it takes")
         assert found == [float(at) for at in range(50)]
+
+
+class Sent(NamedTuple):
+    """A message as a consumer's reader sees it."""
+
+    data: bytes
+
+
+async def test_small_messages_that_are_not_taken_are_bounded_too_and_an_end_waits_for_nobody() -> None:
+    given_up = list[int]()
+    come = follow._Come(lambda: given_up.append(1))
+    most = follow.QUEUED_BYTES // follow.MESSAGE_BYTES
+    for number in range(2 * most):
+        await asyncio.wait_for(come.put(cast(Msg, Sent(b"%d" % number))), GIVE_UP_S)
+    come.end()
+    assert given_up == [1]
+    found = list[bytes]()
+    with suppress(follow._Missing):
+        while True:
+            found.append((await come.next()).data)
+    assert found == [b"%d" % number for number in range(len(found))], "what had come by then is read"
+    assert most // 2 < len(found) <= most
+
+
+async def test_the_last_lines_of_a_function_are_found_from_the_streams_end(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more of them is made ready than is shown."""
+    monkeypatch.setattr("sllm_gateway.routes.logs.AT_FIRST", 2)
+    read, shown = list[int](), list[str]()
+
+    def noted(message: follow.Message) -> LogRecord:
+        read.append(message.number)
+        return line_of(message)
+
+    def seen(line: LogRecord) -> LogView:
+        shown.append(line.text)
+        return views.log_line(line)
+
+    monkeypatch.setattr("sllm_gateway.routes.logs.line_of", noted)
+    monkeypatch.setattr("sllm_gateway.routes.logs.views", SimpleNamespace(log_line=seen))
+    async with world(nats) as w:
+        for number in range(200):
+            function = "f" if number % 10 == 0 else "g"
+            line = LogRecord(
+                at=1.0, function=function, version=1, instance="i", node=NODE, stream="s", text=f"{number}"
+            )
+            w.node.bus.publish_now(subjects.logs(NODE, function), line)
+        await stored(w.controller.bus, subjects.LOGS_STREAM, f"sllm.logs.{NODE}.*", 200)
+        for limit, texts, most in ((1, ["190"], 1), (2, ["180", "190"], 1 + 12), (10_000, None, 20)):
+            read.clear()
+            shown.clear()
+            answer = events((await w.http.get(f"{API}/functions/f/logs", params={"limit": limit})).text)
+            found = [json.loads(each.data)["text"] for each in answer if not each.done]
+            assert found == shown == (texts or [str(number) for number in range(0, 200, 10)])
+            assert len(read) <= most
+
+
+async def test_who_speaks_is_known_by_the_subject(nats: Nats) -> None:
+    """A node that is broken into cannot say it for another, or for the controller."""
+    async with world(nats) as w:
+        forged = Event(kind="version.active", at=1.0, component="controller", node="other", function="g", call="call-9")
+        w.node.bus.publish_now(subjects.event("node", NODE, "instance.ready", "f"), forged)
+        w.node.bus.publish_now(f"{subjects.events_by('node', NODE)}.a.b", forged)
+        line = LogRecord(at=1.0, function="g", version=1, instance="i", node="other", stream="stdout", text="x")
+        w.node.bus.publish_now(subjects.logs(NODE, "f"), line)
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 2)
+        await stored(w.controller.bus, subjects.LOGS_STREAM, subjects.logs(NODE, "f"), 1)
+        told = [
+            json.loads(each.data) for each in events((await w.http.get(f"{API}/events")).text) if each.data[:1] == "{"
+        ]
+        (event,) = [each for each in told if each["component"] != "gateway"]
+        assert (event["component"], event["node"], event["kind"]) == ("node", NODE, "instance.ready")
+        assert (event["function"], event["call"]) == ("f", None)
+        (shown, _) = events((await w.http.get(f"{API}/functions/f/logs")).text)
+        assert json.loads(shown.data)["node"] == NODE

@@ -753,6 +753,23 @@ async def test_what_a_generator_answered_is_an_array_also_when_it_is_deleted(nat
         assert (await state_of(w.http, call))["result"] == [0]
 
 
+@pytest.mark.parametrize(("yielded", "answer"), [(True, [7]), (False, 7)])
+async def test_a_whole_answer_is_as_the_call_was_and_not_as_its_hints_say(
+    nats: Nats, yielded: bool, answer: Any
+) -> None:
+    async def says(run: Run) -> None:
+        run.out(7)
+        run.end(yielded=yielded)
+
+    async with world(nats) as w:
+        await w.deploy(manifest("says", streams=not yielded), entry(), script=says)
+        assert (await w.http.post("/fn/says", json={})).json() == answer
+        for _ in range(2):  # while it runs, and once it has ended
+            assert (await w.http.post("/fn/says", json={}, headers=key("k"))).json() == answer
+        call = (await w.http.post("/fn/says", json={}, headers=ASYNC)).json()["id"]
+        assert (await reaches(w.http, call, "SUCCEEDED"))["result"] == answer
+
+
 async def test_a_result_is_the_functions_own_json(nats: Nats) -> None:
     async def says(run: Run) -> None:
         run.outbox.push_value(FrameKind.OUTPUT, b'{"b": 1.50,  "a": 1e2}')

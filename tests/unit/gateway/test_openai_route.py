@@ -111,8 +111,7 @@ def _after_progress(w: World) -> Any:
         from sllm_runtime.protocol.ctl import Acquired
 
         w.node.report(starting("coder", Progress(stage="weights", done=1, total=2)))
-        key = ("coder", 1)
-        await until(lambda: w.gateway.calls.dispatcher.waiting_calls(key)[0].state == "STARTING")
+        await until(lambda: w.gateway.calls.open()[0].state == "STARTING")
         await asyncio.sleep(0.2)
         return Acquired(route=await w.controller.route(manifest("coder", engine=True, model="/m"), entry()))
 

@@ -1,10 +1,11 @@
 """The queue of slots: Hypothesis drives it with everything that can happen to it."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sllm_gateway.queue import SlotQueue
+from sllm_gateway.queue import SlotQueue, Waiting
 from sllm_runtime.protocol.records import RouteEntry
 from tests.fixtures.examples import examples
 
@@ -87,6 +88,11 @@ class Machine(RuleBasedStateMachine):
         assert self.queue.running == counts
 
     @invariant()
+    def the_living_are_counted(self) -> None:
+        gone = set(self.queue.gone_instances)
+        assert self.queue.living == sum(name not in gone for name in self.queue.entries)
+
+    @invariant()
     def nobody_waits_beside_a_free_slot_without_a_time_to_try(self) -> None:
         if not self.waiting:
             return
@@ -163,12 +169,57 @@ def test_gone_instances_are_reported_until_the_route_drops_them() -> None:
     assert not queue.gone_instances
 
 
+class Lines(RuleBasedStateMachine):
+    """``order`` is one line of all that wait, each with its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: Waiting[int] = Waiting()
+        self.order: list[tuple[int, str]] = []
+        self.came = 0
+
+    @rule(numerics=st.sampled_from(["", "f", "g"]), front=st.booleans())
+    def push(self, numerics: str, front: bool) -> None:
+        self.came += 1
+        (self.waiting.push_front if front else self.waiting.push)(self.came, numerics)
+        self.order.insert(0 if front else len(self.order), (self.came, numerics))
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        call, numerics = data.draw(st.sampled_from(self.order))
+        assert self.waiting.remove(call)
+        assert not self.waiting.remove(call)
+        self.order.remove((call, numerics))
+
+    @precondition(lambda self: any(not numerics for _, numerics in self.order))
+    @rule(data=st.data(), numerics=st.sampled_from(["f", "g"]))
+    def bind(self, data: st.DataObject, numerics: str) -> None:
+        call, _ = data.draw(st.sampled_from([each for each in self.order if not each[1]]))
+        self.waiting.bind(call, numerics)
+        self.order[self.order.index((call, ""))] = (call, numerics)
+
+    @invariant()
+    def they_are_in_order(self) -> None:
+        assert list(self.waiting) == [call for call, _ in self.order]
+        assert len(self.waiting) == len(self.order)
+
+    @invariant()
+    def the_next_is_the_first_of_those_that_are_not_left_out(self) -> None:
+        for but in (set[str](), {"f"}, {"", "g"}, {"", "f", "g"}):
+            assert self.waiting.next(but) == next((each for each in self.order if each[1] not in but), None)
+
+
+TestLines = Lines.TestCase
+TestLines.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
+
+
 def test_who_is_bound_to_a_class_waits_for_it_while_it_lives() -> None:
-    queue: SlotQueue[str] = SlotQueue()
+    queue: SlotQueue[str] = SlotQueue(lambda call: call[:-1])
     queue.on_route([entry("a", 1, "f"), entry("b", 2, "g"), entry("c", 3, "g")], 0.0)
 
     def matched() -> list[tuple[str, str]]:
-        return [(call, to.instance) for call, to in queue.match(0.0, bound=lambda call: call[:-1])]
+        return [(call, to.instance) for call, to in queue.match(0.0)]
 
     for call in ("f1", "f2", "1", "f3"):
         queue.push(call)
@@ -178,3 +229,51 @@ def test_who_is_bound_to_a_class_waits_for_it_while_it_lives() -> None:
     assert matched() == [("f2", "a")]
     queue.gone("a", 0.0)
     assert matched() == [("f3", "b")], "none of its class lives: whoever it is sent to says so"
+
+
+def test_who_is_bound_while_it_waits_keeps_its_turn() -> None:
+    bound: dict[str, str] = {}
+    queue: SlotQueue[str] = SlotQueue(lambda call: bound.get(call, ""))
+    queue.on_route([entry("a", 1, "f"), entry("b", 1, "g")], 0.0)
+    bound["z"] = "f"
+    for call in "vwxyz":
+        queue.push(call)
+    assert [(call, to.instance) for call, to in queue.match(0.0)] == [("v", "a"), ("w", "b")]
+    bound["x"] = "f"
+    queue.release("b")
+    assert [(call, to.instance) for call, to in queue.match(0.0)] == [("y", "b")], "it passes x by"
+    queue.release("a")
+    assert [(call, to.instance) for call, to in queue.match(0.0)] == [("x", "a")], "it was there before z"
+    assert list(queue.waiting) == ["z"]
+
+
+@pytest.mark.parametrize("many", [100, 400])
+def test_calls_that_go_back_go_through_none_of_those_that_wait(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node has died under so many that are bound to a class which has no other slot."""
+    asked: list[int] = []
+    looked: list[str] = []
+
+    def bound(call: int) -> str:
+        asked.append(call)
+        return "f"
+
+    queue: SlotQueue[int] = SlotQueue(bound)
+    free = queue._free
+
+    def look(each: RouteEntry) -> int:
+        looked.append(each.instance)
+        return free(each)
+
+    instances = [f"i{number}" for number in range(16)]
+    queue.on_route([entry(name, 1, "f") for name in instances], 0.0)
+    for name in instances:
+        queue.take(name)
+    monkeypatch.setattr(queue, "_free", look)
+    for call in range(many):
+        queue.push_front(call)
+        assert not queue.match(0.0)
+    assert len(asked) == many, "each of itself alone"
+    assert not looked, "all are known to be taken"
+    queue.release("i7")
+    assert [to.instance for _, to in queue.match(0.0)] == ["i7"]
+    assert len(looked) <= 3 * len(instances)

@@ -16,7 +16,7 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids
-from sllm_runtime.protocol.limits import KIB, MAX_MESSAGE, MAX_PART, MOST_IDS
+from sllm_runtime.protocol.limits import ID_END, KIB, MAX_MESSAGE, MAX_PART, MOST_IDS
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats
@@ -93,6 +93,14 @@ def test_ids_are_bounded() -> None:
     state.take([ids(0, 0, *range(MOST_IDS)), ids(0, MOST_IDS, 1), ids(10**9, 0, 1)])
     assert len(state.recorded) == 1
     assert len(state.recorded[0]) == MOST_IDS
+
+
+@pytest.mark.parametrize("none", [-1, ID_END, 2**63])
+def test_what_can_be_no_id_is_not_kept(none: int) -> None:
+    """It takes more of a message than is counted for one."""
+    state = Resumption()
+    state.take([ids(0, 0, 1, 2), ids(0, 2, 3, none), ids(0, 4, 5), ids(0, 2, ID_END - 1)])
+    assert state.recorded == ((1, 2, ID_END - 1),)
 
 
 def test_a_call_that_kills_what_it_runs_on_is_given_up() -> None:

@@ -33,6 +33,7 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, CallOrder, Journaled
 from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE
 from sllm_runtime.protocol.lives import (
     MOST_LOGGED,
     OVERDUE_BEATS,
@@ -218,7 +219,7 @@ def test_messages_are_not_too_large() -> None:
     assert len(streams(logs)) == 10
 
 
-@given(st.lists(st.lists(st.integers(0, 2**31), max_size=50), max_size=3))
+@given(st.lists(st.lists(st.integers(0, ID_END - 1), max_size=50), max_size=3))
 def test_recorded_ids_are_an_answers_beginning(ids: list[list[int]]) -> None:
     while ids and not ids[-1]:
         ids.pop()
@@ -422,6 +423,14 @@ async def test_a_life_that_is_declared_over_writes_nothing_more(nats: Nats) -> N
     with pytest.raises(Over):
         await w.a.beat()
     assert await w.b.log_of(w.a.me.life) == {0: a_log("call-1")}
+
+
+async def test_what_no_message_holds_keeps_nothing_behind_it_from_being_stored(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    w.a.tell(Log((Gone("x" * MAX_MESSAGE),)))
+    await written(w.a, a_log("call-1"))
+    assert list((await w.b.log_of(w.a.me.life)).values()) == [a_log("call-1")]
 
 
 async def test_a_life_that_beats_is_not_declared_over(nats: Nats) -> None:
@@ -736,6 +745,58 @@ async def test_a_gateway_that_stood_still_takes_no_call_before_it_knows_that_it_
     now[0] += STILL_S - 0.1
     lives.turn()
     await asyncio.wait_for(lives.recorded(), 1.0)
+
+
+async def test_a_gateway_whose_machine_slept_takes_no_call_before_it_knows_that_it_lives(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``time.monotonic`` stands still meanwhile."""
+    async with world(nats) as w:
+        lives, read = w.gateway._succession._lives, time.clock_gettime
+        await lives.recorded()
+        monkeypatch.setattr(time, "clock_gettime", lambda clock: read(clock) + (clock == time.CLOCK_BOOTTIME) * 600.0)
+        lives.turn()
+        assert not lives._recorded.is_set()
+        await lives.recorded()
+
+
+async def test_a_bug_that_one_stream_meets_ends_no_log(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(nats) as w:
+        broken, logs = list[float](), w.gateway._ledger.logs
+
+        def breaks_once(now: float, *, begun: bool = False) -> list[Log]:
+            if not broken:
+                broken.append(now)
+                raise ValueError("a bug")
+            return logs(now, begun=begun)
+
+        monkeypatch.setattr(w.gateway._ledger, "logs", breaks_once)
+        await until(lambda: broken, what="it looks for news")
+
+        async def waits(run: Run) -> None:
+            await run.cancelled.wait()
+            run.end()
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=waits)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            call = stream.headers["sllm-call-id"]
+            other = await another(nats)
+            await _logged(other, await _life_of(other, call), lambda order: order.call == call)
+
+
+async def test_a_call_whose_end_cannot_be_counted_is_in_no_log_any_more(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=six)
+
+        def breaks(*_: object) -> None:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(w.gateway.metrics, "ended", breaks)
+        await w.http.post("/fn/tokens", json={}, headers=SSE)
+        await until(lambda: len(w.gateway.calls) == 0)
+        assert len(w.gateway._ledger) == 0
 
 
 async def test_a_new_life_takes_no_call_before_others_can_know_of_it(nats: Nats) -> None:

@@ -1,5 +1,10 @@
 # The one door to the outside: TLS at the load balancer, gateways behind it.
 
+locals {
+  # What gateways tell without a token. That is for who reaches them inside the VPC: for probes and Prometheus.
+  inside = ["/metrics", "/readyz"]
+}
+
 resource "aws_lb" "this" {
   # checkov:skip=CKV2_AWS_28:who calls is known by a token; a web application firewall is the operator's decision
   # checkov:skip=CKV_AWS_91:access logs are written where var.log_bucket says so
@@ -58,6 +63,56 @@ resource "aws_lb_listener" "https" {
   default_action {
     type             = "forward"
     target_group_arn = aws_lb_target_group.gateways.arn
+  }
+}
+
+# From outside it takes one, as `sllm top` has: the load balancer sees that it is there, the gateway that it is the right
+# one.
+resource "aws_lb_listener_rule" "told_to_who_has_the_token" {
+  listener_arn = aws_lb_listener.https.arn
+  priority     = 10
+  tags         = local.tags
+
+  action {
+    type             = "forward"
+    target_group_arn = aws_lb_target_group.gateways.arn
+  }
+
+  condition {
+    path_pattern {
+      values = local.inside
+    }
+  }
+
+  condition {
+    http_header {
+      http_header_name = "Authorization"
+      values           = ["Bearer *"]
+    }
+  }
+}
+
+resource "aws_lb_listener_rule" "told_to_nobody_else" {
+  listener_arn = aws_lb_listener.https.arn
+  priority     = 20
+  tags         = local.tags
+
+  action {
+    type = "fixed-response"
+
+    fixed_response {
+      status_code  = "401"
+      content_type = "application/json"
+      message_body = jsonencode({
+        error = { code = "unauthorized", message = "a bearer token is needed here: set SLLM_TOKEN" }
+      })
+    }
+  }
+
+  condition {
+    path_pattern {
+      values = local.inside
+    }
   }
 }
 

@@ -5,7 +5,7 @@ output "url" {
 
 output "profile" {
   description = "Makes the profile of this cluster for the `sllm` command; the token is asked of the parameter store, by who may read it."
-  value       = "SLLM_TOKEN=$(aws ssm get-parameter --region ${var.region} --name ${var.parameter_prefix}/gateway/token --with-decryption --query Parameter.Value --output text) SLLM_URL=https://${var.host} sllm profile set ${var.name}"
+  value       = "SLLM_TOKEN=$(aws ssm get-parameter --region ${var.region} --name ${var.parameter_prefix}/gateway/token --with-decryption --query Parameter.Value --output text | head -n 1) SLLM_URL=https://${var.host} sllm profile set ${var.name}"
 }
 
 output "balancer_dns_name" {

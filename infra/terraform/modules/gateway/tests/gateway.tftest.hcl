@@ -27,6 +27,10 @@ mock_provider "aws" {
     }
   }
 
+  mock_resource "aws_lb_listener" {
+    defaults = { arn = "arn:aws:elasticloadbalancing:us-east-1:123456789012:listener/app/prod/1/1" }
+  }
+
   mock_resource "aws_lb_target_group" {
     defaults = { arn = "arn:aws:elasticloadbalancing:us-east-1:123456789012:targetgroup/prod/1" }
   }
@@ -60,6 +64,34 @@ run "tls_and_nothing_else" {
   assert {
     condition     = aws_lb.this.drop_invalid_header_fields && aws_lb.this.enable_deletion_protection
     error_message = "headers that are none go no further; the door is not deleted by accident"
+  }
+}
+
+run "what_gateways_tell_without_a_token_is_not_for_clients" {
+  command = plan
+
+  assert {
+    condition = (
+      toset(one(aws_lb_listener_rule.told_to_nobody_else.condition).path_pattern[0].values) == toset(["/metrics", "/readyz"])
+      && aws_lb_listener_rule.told_to_nobody_else.action[0].type == "fixed-response"
+      && aws_lb_listener_rule.told_to_nobody_else.action[0].fixed_response[0].status_code == "401"
+    )
+    error_message = "functions' names, their calls and queues are not for everybody who reaches the door"
+  }
+
+  assert {
+    condition = (
+      aws_lb_listener_rule.told_to_who_has_the_token.priority < aws_lb_listener_rule.told_to_nobody_else.priority
+      && contains(flatten([
+        for condition in aws_lb_listener_rule.told_to_who_has_the_token.condition :
+        [for header in condition.http_header : header.http_header_name]
+      ]), "Authorization")
+      && contains(flatten([
+        for condition in aws_lb_listener_rule.told_to_who_has_the_token.condition :
+        [for path in condition.path_pattern : tolist(path.values)]
+      ]), "/metrics")
+    )
+    error_message = "who shows a token is sent on to a gateway, which looks at it"
   }
 }
 

@@ -1,0 +1,36 @@
+"""Which routes want a token."""
+
+from pathlib import Path
+
+import pytest
+
+from sllm_gateway.auth import Auth
+from sllm_gateway.settings import GatewaySettings
+from sllm_runtime.protocol.errors import Unauthorized
+from tests.fixtures.nats import Nats
+from tests.unit.gateway.peer import world
+
+
+async def test_what_is_open_is_open_in_one_spelling(nats: Nats, tmp_path: Path) -> None:
+    """A load balancer that keeps it from its clients knows no other."""
+    (tmp_path / "token").write_text("secret\n")
+    async with world(nats, token_file=tmp_path / "token") as w:
+        for path, status in (("/metrics", 200), ("/metrics?x", 200), ("/%6detrics", 401), ("/metrics/", 401)):
+            assert (await w.http.get(f"{w.url}{path}")).status_code == status, path
+        for token, status in (("secret", 200), ("another", 401)):
+            answer = await w.http.get("/metrics", headers={"authorization": f"Bearer {token}"})
+            assert answer.status_code == status, "a load balancer lets any pass"
+
+
+def test_a_token_is_replaced_while_both_are_good(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("new\n\n old \n")
+    auth = Auth(GatewaySettings(token_file=tmp_path / "token").token())
+
+    def shown(token: bytes) -> None:
+        auth.check({"raw_path": b"/fn/x", "headers": [(b"authorization", b"Bearer " + token)]})
+
+    for good in (b"new", b"old"):
+        shown(good)
+    for wrong in (b"", b"new old", b"ne"):
+        with pytest.raises(Unauthorized):
+            shown(wrong)

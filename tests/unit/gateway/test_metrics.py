@@ -1,0 +1,58 @@
+"""What a worker says of a call is counted and kept in bounds."""
+
+import json
+
+import msgspec
+
+from sllm_gateway.metrics import OTHER, Metrics
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import ErrorBody, SllmError
+from sllm_runtime.protocol.frames import End, FrameKind, Usage
+from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.limits import KIB
+from sllm_runtime.protocol.timeline import Span
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, entry, manifest, world
+from tests.unit.gateway.test_succession import a_call
+
+
+def test_what_a_worker_makes_up_is_no_series() -> None:
+    metrics = Metrics()
+    for number in range(3):
+        call = a_call(number)
+        call.error = ErrorBody(code=f"made_up_{number}", message="no").to_error()
+        metrics.ended(call, 1.0)
+    assert f'sllm_calls_total{{code="{OTHER}",function="tokens"}} 3.0' in metrics.text().decode()
+    assert b"made_up" not in metrics.text()
+
+
+def test_tokens_are_no_less_than_none() -> None:
+    metrics, call = Metrics(), a_call(1)
+    call.end = End(usage=Usage(prompt=-5, completion=7, cached=-1))
+    metrics.ended(call, 1.0)
+    text = metrics.text().decode()
+    assert 'sllm_tokens_total{function="tokens",kind="completion"} 7.0' in text
+    assert 'sllm_tokens_total{function="tokens",kind="prompt"} 0.0' in text
+
+
+async def test_of_a_call_that_has_ended_little_is_kept_and_told(nats: Nats) -> None:
+    async def talks(run: Run) -> None:
+        error = ErrorBody(code="x" * 60 * KIB, message="y" * 60 * KIB, detail="z" * 10 * KIB)
+        spans = tuple(Span(f"{number}" * 10 * KIB, 0.0, 1.0) for number in range(8)) + (Span("s", 0.0, 1.0),) * 1000
+        run.outbox.push(FrameKind.END, codec.pack(End(error=error, spans=spans)))
+        run.node.flush(run)
+
+    async with world(nats) as w:
+        await w.deploy(manifest("f"), entry(), script=talks)
+        answer = await w.http.post("/fn/f")
+        call = answer.headers["sllm-call-id"]
+        await until(lambda: len(w.gateway.calls) == 0)
+        known = w.gateway._recent._ended[call]
+        assert known.end is not None
+        assert isinstance(known.error, SllmError)
+        assert len(codec.pack(known.end)) + len(msgspec.json.encode(known.error.body())) < 32 * KIB
+        await until(lambda: w.told(call), what="it failed")
+        text = (await w.http.get(f"{API}/events", params={"call": call})).text
+        (told,) = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert len(told["fields"]["code"]) <= 200
