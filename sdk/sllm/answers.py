@@ -31,6 +31,8 @@ class Trace:
     """URL of the one that sent it."""
     broken: bool = False
     """Whether its stream, as last read, had no end."""
+    cancelled: bool = True
+    """Whether its call has ended with who left it; False: it is read on at a gateway that did not take the word."""
     observe: Observe = ignore
 
 

@@ -15,7 +15,7 @@ import httpx
 from sllm import answers, transport
 from sllm.answers import Observe, Trace
 from sllm.connection import Connection
-from sllm.following import Following
+from sllm.following import CANCEL_S, Following
 from sllm.gateways import Asking
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
@@ -81,23 +81,36 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         self, reading: AsyncGenerator[Event, None], following: Following, trace: Trace
     ) -> AsyncGenerator[Event, None]:
         """The events of ``reading``, also where they come from several gateways, one after the other."""
-        while True:
-            try:
-                async with aclosing(reading) as events:
-                    async for event in events:
-                        following.seen(event)
-                        if following.moved(event):
-                            raise answers.problem_of(event)
-                        yield event
-                return
-            except SllmError as error:
-                wait = following.broke(error, trace, time.monotonic())
-            await asyncio.sleep(wait)
-            reading = self.events("GET", following.path, trace=trace, headers=following.headers)
+        try:
+            while True:
+                try:
+                    async with aclosing(reading) as events:
+                        async for event in events:
+                            following.seen(event)
+                            if following.moved(event):
+                                raise answers.problem_of(event)
+                            yield event
+                    return
+                except SllmError as error:
+                    wait = following.broke(error, trace, time.monotonic())
+                await asyncio.sleep(wait)
+                reading = self.events("GET", following.path, trace=trace, headers=following.headers)
+        except (GeneratorExit, asyncio.CancelledError):
+            if following.call is not None:
+                await self._cancel(following, trace)
+            raise
+
+    async def _cancel(self, following: Following, trace: Trace) -> None:
+        try:
+            await self.request("POST", following.cancel, within_s=CANCEL_S)
+        except (SllmError, RuntimeError):  # RuntimeError: the client is closed
+            trace.cancelled = False
 
     # --- /api/v1 ----------------------------------------------------------------------------------
-    async def request(self, method: str, path: str, **options: Any) -> Any:
+    async def request(self, method: str, path: str, *, within_s: float | None = None, **options: Any) -> Any:
         """As ``Client.request``."""
+        if within_s is not None:
+            return await self._once(method, path, None, {**options, "timeout": within_s})
         repeatable = method in ("GET", "HEAD")
         return await self._again(lambda: self._once(method, path, None, options), repeatable=repeatable)
 

@@ -1,7 +1,7 @@
 """A function's code as one deterministic zip: source files that the worker imports by name.
 
-Only functions of a notebook or of ``__main__``, which no file names, are cloudpickled (beside the files they import);
-their manifest then states the Python minor version, since byte code runs on no other.
+Only functions of a notebook or of ``__main__``, which no file names, are cloudpickled (beside the modules they import
+and what ``include`` names); their manifest then states the Python minor version, since byte code runs on no other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def build(function: ModelFunction[Any, Any, Any]) -> Bundle:
     left_out: list[str] = []
     models = _models(manifest)
     names = _names(root, source, models, function.include, left_out)
-    built = _finish(manifest, _read(manifest.name, root, names), _told(root, models, left_out))
+    contents = _read(manifest.name, {name: root / name for name in names})
+    built = _finish(manifest, contents, _told(root, models, left_out))
     return built if (root / ignore.IGNORE_FILE).is_file() else replace(built, unpruned=root)
 
 
@@ -138,10 +139,27 @@ def _models(manifest: Manifest) -> tuple[Path, ...]:
 def _names(
     root: Path, source: Path, models: tuple[Path, ...], include: tuple[str, ...], outside: list[str]
 ) -> list[str]:
-    if root in (Path.home().resolve(), Path(root.anchor)):
+    if root in (_home(), Path(root.anchor)):
         raise InvalidBundle(
             f"{source} lies directly in {root}, all of which would be bundled; move it into a directory of its own"
         )
+    names = _walked(root, models, include, outside)
+    own = source.relative_to(root).as_posix()
+    if own not in names:
+        raise InvalidBundle(f"{own} itself is ignored by {root / ignore.IGNORE_FILE}; remove that pattern")
+    _included(root, names, include)
+    return names
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home().resolve()
+    except RuntimeError:  # who has none has nothing in it
+        return None
+
+
+def _walked(root: Path, models: tuple[Path, ...], include: tuple[str, ...], outside: list[str]) -> list[str]:
+    """All below ``root`` that is not ignored, without the models there."""
     also = tuple(f"!{pattern}" for pattern in include)
     inside = (model.relative_to(root) for model in models if model.is_relative_to(root) and model != root)
     also = (*(f"/{name.as_posix()}/" for name in inside), *also)
@@ -150,14 +168,19 @@ def _names(
         names.append(name)
         if len(names) > MAX_FILES:
             raise InvalidBundle(f"more than {MAX_FILES} files below {root}; list what is not needed in .sllmignore")
-    own = source.relative_to(root).as_posix()
-    if own not in names:
-        raise InvalidBundle(f"{own} itself is ignored by {root / ignore.IGNORE_FILE}; remove that pattern")
+    return names
+
+
+def _included(root: Path, names: list[str], include: tuple[str, ...]) -> list[str]:
+    """Those of ``names`` that ``include`` asks for. Raises ``InvalidBundle`` for a pattern that asks for none."""
+    found: set[str] = set()
     for pattern in include:
         only = ignore.spec_of(pattern)
-        if not any(only.match_file(name) for name in names):
+        asked = {name for name in names if only.match_file(name)}
+        if not asked:
             raise InvalidBundle(f"include={pattern!r} matches no file below {root}; correct it or leave it out")
-    return names
+        found |= asked
+    return sorted(found)
 
 
 def _told(root: Path, models: tuple[Path, ...], left_out: list[str]) -> tuple[str, ...]:
@@ -165,11 +188,12 @@ def _told(root: Path, models: tuple[Path, ...], left_out: list[str]) -> tuple[st
     return tuple(name for name in left_out if (root / name).resolve() not in models)
 
 
-def _read(name: str, root: Path, names: list[str]) -> dict[str, bytes]:
-    """The files' contents. Raises ``BodyTooLarge`` before reading what is too much."""
+def _read(name: str, files: dict[str, Path]) -> dict[str, bytes]:
+    """Their contents by the names that they have in the bundle. Raises ``BodyTooLarge`` before reading what is too
+    much."""
     try:
-        _check_size(name, {file: (root / file).stat().st_size for file in names})
-        return {file: (root / file).read_bytes() for file in names}
+        _check_size(name, {file: path.stat().st_size for file, path in files.items()})
+        return {file: path.read_bytes() for file, path in files.items()}
     except OSError as error:
         raise InvalidBundle(
             f"{error.filename} cannot be read ({error.strerror}); list it in .sllmignore if a call does not need it"
@@ -212,8 +236,23 @@ def pack(contents: dict[str, bytes]) -> bytes:
 
 def _of_main(function: ModelFunction[Any, Any, Any], source: Path | None) -> Bundle:
     manifest = function.manifest(PICKLE_ENTRY, python=f"{sys.version_info.major}.{sys.version_info.minor}")
-    root = source.parent if source is not None else Path.cwd()
-    beside = _read(manifest.name, root, pickled.modules_below(root))
-    contents = {**beside, PICKLE_NAME: pickled.dump(function)}
+    root = _root_of_main(source)
+    modules = pickled.modules(root)
+    pickle = pickled.dump(function, root, modules)
+    files = {pickled.stored(name, file): file for name, file in modules.items()}
+    if function.include:  # nothing else is looked for: a notebook may lie among anything
+        names = _walked(root, _models(manifest), function.include, [])
+        files |= {name: root / name for name in _included(root, names, function.include)}
+    contents = _read(manifest.name, files) | {PICKLE_NAME: pickle}
     _check_size(manifest.name, {name: len(data) for name, data in contents.items()})
     return _finish(manifest, contents)
+
+
+def _root_of_main(source: Path | None) -> Path:
+    """Below which everything is the user's own: a module of a package (``python -m``) lies as deep as its name says."""
+    if source is None:
+        return Path.cwd()
+    main = sys.modules["__main__"]
+    is_whole = Path(getattr(main, "__file__", None) or "/").resolve() == source  # not run by a debugger or the like
+    package = (main.__package__ or "") if is_whole else ""
+    return source.parents[len(package.split(".")) if package else 0]

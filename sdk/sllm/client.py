@@ -15,7 +15,7 @@ from sllm import answers, transport
 from sllm.answers import Observe, Trace
 from sllm.async_client import AsyncClient
 from sllm.connection import Connection
-from sllm.following import Following
+from sllm.following import CANCEL_S, Following, Losing
 from sllm.gateways import Asking
 from sllm.sse import Event, Parser
 from sllm_runtime.protocol.errors import SllmError, Unavailable
@@ -86,23 +86,37 @@ class Client(Connection[httpx.Client]):
         self, reading: Generator[Event, None, None], following: Following, trace: Trace
     ) -> Generator[Event, None, None]:
         """The events of ``reading``, also where they come from several gateways, one after the other."""
-        while True:
-            try:
-                with closing(reading) as events:
-                    for event in events:
-                        following.seen(event)
-                        if following.moved(event):
-                            raise answers.problem_of(event)
-                        yield event
-                return
-            except SllmError as error:
-                wait = following.broke(error, trace, time.monotonic())
-            time.sleep(wait)
-            reading = self.events("GET", following.path, trace=trace, headers=following.headers)
+        try:
+            while True:
+                try:
+                    with closing(reading) as events:
+                        for event in events:
+                            following.seen(event)
+                            if following.moved(event):
+                                raise answers.problem_of(event)
+                            yield event
+                    return
+                except SllmError as error:
+                    wait = following.broke(error, trace, time.monotonic())
+                time.sleep(wait)
+                reading = self.events("GET", following.path, trace=trace, headers=following.headers)
+        except (GeneratorExit, KeyboardInterrupt):
+            if following.call is not None:
+                self._cancel(following, trace)
+            raise
+
+    def _cancel(self, following: Following, trace: Trace) -> None:
+        try:
+            self.request("POST", following.cancel, within_s=CANCEL_S)
+        except (SllmError, RuntimeError):  # RuntimeError: the client is closed
+            trace.cancelled = False
 
     # --- /api/v1 ----------------------------------------------------------------------------------
-    def request(self, method: str, path: str, **options: Any) -> Any:
-        """One request of ``/api/v1``; its JSON. What only reads is sent again. Raises the typed error."""
+    def request(self, method: str, path: str, *, within_s: float | None = None, **options: Any) -> Any:
+        """One request of ``/api/v1``; its JSON. What only reads is sent again; nothing is with ``within_s``, the
+        longest silence that is waited for. Raises the typed error."""
+        if within_s is not None:
+            return self._once(method, path, None, {**options, "timeout": within_s})
         return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
 
     def text(self, path: str, *, within_s: float | None = None) -> str:
@@ -118,9 +132,25 @@ class Client(Connection[httpx.Client]):
             raise answers.error_from(response.status_code, response.headers, response.content)
         return response.text
 
-    def operation(self, path: str, body: Mapping[str, Any], observe: Observe = answers.ignore) -> str:
-        """A long operation (deployment, registration): the JSON of its result; ``observe`` sees its progress."""
-        with closing(self.events("POST", path, json=dict(body))) as events:
+    def operation(
+        self, path: str, body: Mapping[str, Any], observe: Observe = answers.ignore, *, again_s: float = 0.0
+    ) -> str:
+        """A long operation (deployment, registration): the JSON of its result; ``observe`` sees its progress.
+
+        ``again_s``: so long it is sent again where its gateway dies or none answers: one whose ``body`` has a name of
+        its own is the same then, wherever it is sent to.
+        """
+        losing = Losing(self._gateways, again_s)
+        while True:
+            trace, began = Trace(), time.monotonic()
+            try:
+                return self._result(path, body, observe, trace)
+            except SllmError as error:
+                wait = losing.wait(error, trace, began, time.monotonic())
+            time.sleep(wait)
+
+    def _result(self, path: str, body: Mapping[str, Any], observe: Observe, trace: Trace) -> str:
+        with closing(self.events("POST", path, trace=trace, json=dict(body))) as events:
             for event in events:
                 result = answers.result_of(event, observe)
                 if result is not None:

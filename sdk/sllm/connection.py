@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from sllm import transport
 from sllm.gateways import Gateways
+from sllm.profiles import Profile
 from sllm.retry import Retry
 from sllm_runtime.protocol.errors import SllmError
 
@@ -15,8 +16,9 @@ Pool = TypeVar("Pool")
 
 
 class Connection(Generic[Pool]):
-    """Connections to a platform: ``url`` and ``token``, or those of ``profile``, or those of the environment. Where
-    a profile has several gateways one is asked, and the next one once that takes no connection.
+    """Connections to a platform: ``url`` and ``token``, or those of ``profile`` (its name, or that of another client),
+    or those of the environment. Where a profile has several gateways one is asked, and the next one once that takes no
+    connection.
 
     ``timeout``: longest silence in seconds before the gateway counts as gone (default: 60 for streams, and as long as
     a call may last for answers in one piece, whose deadlines are the platform's).
@@ -27,7 +29,7 @@ class Connection(Generic[Pool]):
         url: str | None = None,
         token: str | None = None,
         *,
-        profile: str | None = None,
+        profile: str | Profile | None = None,
         timeout: float | None = None,
         retry: Retry | None = None,
     ) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
+from uuid import uuid4
 
 from sllm import bundle
 from sllm.answers import Observe, ignore
@@ -13,12 +14,13 @@ from sllm.bundle import Bundle
 from sllm.client import Client
 from sllm.function import ModelFunction
 from sllm.transport import Unreached
-from sllm_runtime.protocol.errors import NotFound, SllmError, StoreFull
+from sllm_runtime.protocol.errors import InstanceLost, NotFound, SllmError, StoreFull
 from sllm_runtime.protocol.http import API, DeployRequest, DeployResult, ProgressView, WithdrawnView
 from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S
 
 _PIECE = 256 * 1024
 _AGAIN_S: Final = 0.5
+WITHDRAW_S: Final = 1.5
 
 
 def deploy(function: ModelFunction[Any, Any, Any], client: Client, observe: Observe = ignore) -> DeployResult:
@@ -36,15 +38,24 @@ def deploy_bundle(built: Bundle, client: Client, observe: Observe = ignore) -> D
 
 
 def deploy_stored(built: Bundle, client: Client, observe: Observe = ignore, request: str | None = None) -> DeployResult:
-    """``deploy`` of what is uploaded already. ``request``: 32 random hex digits by which ``withdraw`` undoes it."""
-    wanted = DeployRequest(manifest=built.manifest, bundle=built.digest, bundle_bytes=len(built.data), request=request)
-    result = client.operation(f"{API}/functions", wanted.model_dump(mode="json"), observe)
+    """``deploy`` of what is uploaded already. ``request``: 32 random hex digits by which ``withdraw`` undoes it, and by
+    which it is the same deployment at every gateway."""
+    name, named = built.manifest.name, request or uuid4().hex
+    wanted = DeployRequest(manifest=built.manifest, bundle=built.digest, bundle_bytes=len(built.data), request=named)
+    try:
+        result = client.operation(
+            f"{API}/functions", wanted.model_dump(mode="json"), observe, again_s=CONTROLLER_WAIT_S
+        )
+    except (InstanceLost, Unreached) as error:
+        told = f"{error.message}; `sllm fn describe {name}` says whether it is deployed"
+        raise type(error)(told, stage=error.stage) from error
     return DeployResult.model_validate_json(result)
 
 
 def withdraw(client: Client, request: str) -> WithdrawnView:
-    """Undo a deployment that goes on, also one that has not reached the platform yet."""
-    return WithdrawnView.model_validate(client.request("DELETE", f"{API}/deployments/{request}"))
+    """Undo a deployment that goes on, also one that has not reached the platform yet. Asked for once: who calls it back
+    waits for that, for no controller."""
+    return WithdrawnView.model_validate(client.request("DELETE", f"{API}/deployments/{request}", within_s=WITHDRAW_S))
 
 
 def upload(built: Bundle, client: Client, observe: Observe = ignore) -> bool:

@@ -1,4 +1,5 @@
-"""Where a stream that broke off is read on: at another gateway of the profile, from after the last event. No I/O."""
+"""What becomes of a stream that broke off: it is read on at another gateway of the profile, from after the last event,
+or what is asked for by a name is asked for there. No I/O."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from sllm_runtime.protocol.http import CALLS
 
 FOLLOW_S: Final = 30.0
 """A gateway that dies is found dead, or started again, within seconds; so long it is asked for."""
+CANCEL_S: Final = 1.0
+"""To leave a stream that is read on is no end of its call, which is asked for; who leaves waits no longer for that."""
+_OPERATION_S: Final = 0.5
 _WAITS_S: Final = (0.0, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -26,6 +30,7 @@ class Following:
     source: str = ""
     """Path and query of what has no end; empty: it is a call's, which its first answer names."""
     call: str | None = None
+    """Once the stream has broken off."""
     last: str | None = None
     """Id of the last event that is here."""
     numbered: bool = True
@@ -75,5 +80,31 @@ class Following:
         return self.source or f"{CALLS}/{self.call}/events"
 
     @property
+    def cancel(self) -> str:
+        """Where to have the call ended."""
+        return f"{CALLS}/{self.call}/cancel"
+
+    @property
     def headers(self) -> Mapping[str, str]:
         return {"Last-Event-ID": self.last} if self.last is not None else {}
+
+
+@dataclass
+class Losing:
+    """One operation that is sent again, under its own name, to the next of ``gateways``."""
+
+    gateways: Gateways
+    again_s: float
+    """So long after it was lost it is."""
+    _since: float | None = None
+
+    def wait(self, error: SllmError, trace: Trace, began: float, now: float) -> float:
+        """Seconds to wait before it is sent again. Raises ``error`` where that is the answer, or the time is over; what
+        had gone on for longer than that is lost anew."""
+        if self._since is None or now - began > self.again_s:
+            self._since = now
+        has_no_answer = trace.broken or trace.gateway is None
+        if not has_no_answer or now - self._since >= self.again_s:
+            raise error
+        self.gateways.past(trace.gateway or self.gateways.urls[0])
+        return _OPERATION_S

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, Unpack, overload
 
@@ -37,7 +37,6 @@ class ModelFunction(Generic[P, Q, R_co]):
 
         self.__sllm_target__ = target  # protocol.manifest.TARGET_ATTRIBUTE: where the worker finds it
         self.options = options
-        self.include = tuple(options.get("include", ()))
         self.__name__: str = getattr(target, "__name__", "function")
         self.__qualname__: str = getattr(target, "__qualname__", self.__name__)
         self.__doc__ = target.__doc__
@@ -60,6 +59,18 @@ class ModelFunction(Generic[P, Q, R_co]):
     def name(self) -> str:
         """The name it is deployed under."""
         return self.options.get("name") or self.__name__.lower().replace("_", "-").strip("-")
+
+    @property
+    def include(self) -> tuple[str, ...]:
+        """Patterns of further files of its bundle. Raises ``InvalidManifest`` where they are no texts."""
+        from sllm_runtime.protocol.errors import InvalidManifest
+
+        found = self.options.get("include", ())
+        is_list = isinstance(found, Collection) and not isinstance(found, str)
+        if not is_list or not all(isinstance(each, str) for each in found):
+            wrong = f'{self.__name__}: include is a list of patterns, include=["data/*.bin"] (given: {found!r:.80})'
+            raise InvalidManifest(wrong, field="include")
+        return tuple(found)
 
     def source_file(self) -> Path | None:
         """The file that defines it; ``None`` in a notebook or an interactive session."""

@@ -39,7 +39,8 @@ def spec(root: Path, also: tuple[str, ...] = ()) -> GitIgnoreSpec:
     """
     own = root / IGNORE_FILE
     try:
-        lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
+        # Windows' editors begin a file with a mark, which would be a part of the first pattern.
+        lines = own.read_text(encoding="utf-8-sig").splitlines() if own.is_file() else []
         return GitIgnoreSpec.from_lines([*DEFAULTS, *lines, *also])
     except (ValueError, OSError) as error:
         raise InvalidBundle(f"{own} cannot be used: {error}") from error

@@ -1,4 +1,5 @@
-"""Functions that no file names: those of a notebook or of ``__main__`` travel by value."""
+"""Functions that no file names: those of a notebook or of ``__main__`` travel by value, with the user's modules that
+they import beside them."""
 
 from __future__ import annotations
 
@@ -6,54 +7,149 @@ import dataclasses
 import inspect
 import io
 import sys
+import sysconfig
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, Final
 
-from sllm import ignore
+from sllm import ignore, signature
 from sllm.function import ModelFunction
 from sllm_runtime.protocol.errors import InvalidBundle, SllmError
 
+_OURS: Final = ("sllm", "sllm_runtime", "sllm_gateway", "sllm_invoker", "sllm_loaderd")
+"""What workers have of us; in a checkout it lies where the user's own may lie."""
+_INSTALLED: Final = ("site-packages", "dist-packages")
 
-def modules_below(root: Path) -> list[str]:
-    """Source files below ``root`` that this process has imported (relative, posix, sorted): a pickled function names
-    them, and the worker has to find them."""
-    found = set()
-    rules = ignore.spec(root)
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name == "__main__" or not isinstance(file, str) or not file.endswith(".py"):
+
+def modules(root: Path) -> dict[str, Path]:
+    """Modules below ``root`` that this process has imported, and the packages that they are in, with their files: a
+    pickled function names them, and the worker has to find them."""
+    rules, found = ignore.spec(root), dict[str, Path]()
+    for name in list(sys.modules):
+        file = _own_file(name)
+        if file is None or not file.is_relative_to(root) or rules.match_file(file.relative_to(root).as_posix()):
             continue
-        path = Path(file).resolve()
-        if path.is_relative_to(root) and path.is_file() and "site-packages" not in path.parts:
-            relative = path.relative_to(root).as_posix()
-            if not rules.match_file(relative):
-                found.add(relative)
-    return sorted(found)
+        while name:
+            if (file := _own_file(name)) is not None:
+                found[name] = file
+            name = name.rpartition(".")[0]
+    return found
 
 
-def dump(function: ModelFunction[Any, Any, Any]) -> bytes:
-    """The user's function or class, cloudpickled. Raises ``InvalidBundle`` naming what cannot be pickled."""
+def stored(name: str, file: Path) -> str:
+    """Where the worker finds the module ``name``: it imports it by that name, wherever ``file`` lies here."""
+    place = name.replace(".", "/")
+    return f"{place}/__init__.py" if file.name == "__init__.py" else f"{place}.py"
+
+
+def _own_file(name: str) -> Path | None:
+    """The source of a module that the user brought: not Python's, not installed, not ours."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    parts = name.split(".")
+    if not isinstance(file, str) or not file.endswith(".py") or not all(part.isidentifier() for part in parts):
+        return None
+    path = Path(file).resolve()
+    brought = parts[0] not in (*_OURS, "__main__", "__mp_main__") and not set(_INSTALLED) & set(path.parts)
+    return path if brought and path.is_file() and not path.is_relative_to(_standard_library()) else None
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"]).resolve()
+
+
+def dump(function: ModelFunction[Any, Any, Any], root: Path, travels: Mapping[str, Path]) -> bytes:
+    """The user's function or class, cloudpickled; the modules in ``travels`` go beside it. Raises ``InvalidBundle``
+    naming what cannot be pickled, or a module that it needs and that nothing takes along."""
     try:
-        return _bytes(function.target)
+        with _hints_are_types(function.target):
+            data, used = _bytes(function.target)
     except SllmError:
         raise
     except Exception as error:  # cloudpickle raises whatever a user's __reduce__ raises
         where = _where(function.target)
         raise InvalidBundle(f"{function.__name__}{where} cannot be pickled: {_culprit(function, error)}") from error
+    for name in sorted(used - set(travels)):
+        file = _own_file(name)
+        if file is not None and not file.is_relative_to(root) and _place(name, file) in _users_path():
+            raise InvalidBundle(
+                f"{function.__name__}{_where(function.target)} uses {name!r} ({file}), which lies outside {root} and "
+                "is not installed, so that nothing takes it along; move it below that directory, or install it"
+            )
+    return data
 
 
-def _bytes(target: Any) -> bytes:
-    """As ``cloudpickle.dumps``, but a dataclass that travels by value keeps the one ``MISSING`` there is: by it, and by
-    no equal of it, dataclasses and pydantic know that a field has no default."""
+def _place(name: str, file: Path) -> Path:
+    """The directory of ``sys.path`` by which the module was found."""
+    return file.parents[name.count(".") + (file.name == "__init__.py")]
+
+
+def _users_path() -> set[Path]:
+    """What stands in front of Python's own in ``sys.path``: the program's directory, and what its user has put there.
+    What is installed comes behind."""
+    places, standard = [Path(place).resolve() for place in sys.path], _standard_library()
+    return set(places[: places.index(standard)]) if standard in places else set()
+
+
+def _bytes(target: Any) -> tuple[bytes, set[str]]:
+    """As ``cloudpickle.dumps``, and the names of modules that will be imported for it. A dataclass that travels by
+    value keeps the one ``MISSING`` there is: by it, and by no equal of it, dataclasses and pydantic know that a field
+    has no default."""
     import cloudpickle
+
+    used: set[str] = set()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, thing: Any) -> Any:
-            return "MISSING" if thing is dataclasses.MISSING else super().reducer_override(thing)
+            if thing is dataclasses.MISSING:
+                return "MISSING"
+            found = super().reducer_override(thing)
+            if found is NotImplemented and isinstance(thing, ModuleType | FunctionType | type):  # by its name
+                used.add(thing.__name__ if isinstance(thing, ModuleType) else str(thing.__module__))
+            return found
 
     buffer = io.BytesIO()
     Pickler(buffer).dump(target)
-    return buffer.getvalue()
+    return buffer.getvalue(), used
+
+
+@contextmanager
+def _hints_are_types(target: Any) -> Iterator[None]:
+    """Meanwhile the hints of a call's arguments are types, also where ``from __future__ import annotations`` makes
+    texts of them: what only a text names is no part of a pickle, and the worker could not look it up."""
+    function = signature.call_target(target)
+    hints = typing.get_type_hints(function, include_extras=True)
+    undo = [(function, "__annotations__", function.__annotations__)]
+    function.__annotations__ = hints
+    for record in _records(hints.values(), function.__module__):
+        own = typing.get_type_hints(record, include_extras=True)
+        undo.append((record, "__annotations__", record.__annotations__))
+        record.__annotations__ = {name: own[name] for name in record.__annotations__}
+        for field in getattr(record, "__dataclass_fields__", {}).values():
+            undo.append((field, "type", field.type))
+            field.type = own.get(field.name, field.type)
+    try:
+        yield
+    finally:
+        for thing, attribute, before in reversed(undo):
+            setattr(thing, attribute, before)
+
+
+def _records(hints: Any, module: str) -> list[Any]:
+    """Dataclasses and typed dictionaries of ``module`` that ``hints`` name, and those that these name."""
+    found: list[Any] = []
+    left = list(hints)
+    while left:
+        hint = left.pop()
+        if (origin := typing.get_origin(hint)) is not None:
+            left += (origin, *typing.get_args(hint))
+        is_record = dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)
+        if is_record and isinstance(hint, type) and hint.__module__ == module and hint not in found:
+            found.append(hint)
+            left += typing.get_type_hints(hint, include_extras=True).values()
+    return found
 
 
 def _where(target: Any) -> str:

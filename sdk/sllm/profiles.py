@@ -1,14 +1,18 @@
 """Which platform to talk to: flag over environment over ``sllm.toml`` over the default profile.
 
-Profiles stand in ``<SLLM_HOME or ~/.sllm>/profiles.toml`` (mode 0600, since they hold tokens).
+Profiles stand in ``<SLLM_HOME or ~/.sllm>/profiles.toml`` (mode 0600, since they hold tokens). A file is read only for
+what is not known without it.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import shlex
+import stat
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sllm_runtime.protocol.errors import InvalidRequest, NotFound
+from sllm_runtime.protocol.profiles import LOCK_FILE, PROFILES_FILE, profile_name, toml
 
 DEFAULT_URL: Final = "http://127.0.0.1:8600"
 PROJECT_FILE: Final = "sllm.toml"
@@ -42,12 +47,17 @@ class Profile:
 
 
 def home() -> Path:
-    """The directory of profiles and of the embedded platform."""
-    return Path(os.environ.get("SLLM_HOME") or Path.home() / ".sllm")
+    """The directory of profiles and of the embedded platform. Raises ``InvalidRequest`` where there is none."""
+    if said := os.environ.get("SLLM_HOME"):
+        return Path(said)
+    try:
+        return Path.home() / ".sllm"
+    except RuntimeError as error:
+        raise InvalidRequest("this user has no home directory; set SLLM_HOME to one for sllm's files") from error
 
 
 def profiles_file() -> Path:
-    return home() / "profiles.toml"
+    return home() / PROFILES_FILE
 
 
 class _Stored(msgspec.Struct):
@@ -75,12 +85,31 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def project_settings() -> dict[str, Any]:
-    """``sllm.toml`` of the current directory or the nearest above."""
+@dataclass(frozen=True)
+class Project:
+    """What the nearest ``sllm.toml`` says. It came with a directory, perhaps somebody else's: it is told no token."""
+
+    file: Path | None = None
+    url: str | None = None
+    profile: str | None = None
+
+
+def project() -> Project:
+    """``sllm.toml`` of the current directory or the nearest above. Raises ``InvalidRequest`` for another user's, which
+    may lie in any directory that others can write: it would lead who works below to wherever it likes."""
     for directory in (Path.cwd(), *Path.cwd().parents):
-        if (directory / PROJECT_FILE).is_file():
-            return _read(directory / PROJECT_FILE)
-    return {}
+        file = directory / PROJECT_FILE
+        try:
+            there = file.stat()
+        except OSError:  # not there, or not for us to see
+            continue
+        if not stat.S_ISREG(there.st_mode):
+            continue
+        if hasattr(os, "getuid") and there.st_uid not in (0, os.getuid()):
+            raise InvalidRequest(f"{file} belongs to another user; say --url or --profile, SLLM_URL or SLLM_PROFILE")
+        found = _read(file)
+        return Project(file, found.get("url"), found.get("profile"))
+    return Project()
 
 
 def stored() -> list[Profile]:
@@ -91,37 +120,50 @@ def stored() -> list[Profile]:
 
 def save(name: str, url: str, token: str | None) -> Path:
     """Set profile ``name``; others stay. Returns the file, mode 0600. Raises ``InvalidRequest``."""
-    document = _read(profiles_file())
-    document.setdefault("profiles", {})[name] = {"url": _url(url)} | ({"token": _token(token)} if token else {})
-    return _write(document)
+    try:
+        profile_name(name)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="name") from error
+    with _changed() as known:
+        known[name] = {"url": _url(url)} | ({"token": _token(token)} if token else {})
+    return profiles_file()
 
 
 def remove(name: str) -> None:
     """Take profile ``name`` away. Raises ``NotFound`` where there is none."""
-    document = _read(profiles_file())
-    if document.get("profiles", {}).pop(name, None) is None:
-        raise NotFound(f"profile {name!r} is not in {profiles_file()}", field="profile")
-    _write(document)
+    with _changed() as known:
+        if known.pop(name, None) is None:
+            raise NotFound(f"profile {name!r} is not in {profiles_file()}", field="profile")
 
 
-def _write(document: dict[str, Any]) -> Path:
-    # JSON's texts, numbers and truths are TOML's too.
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in document.items() if key != "profiles"]
-    for name, fields in document.get("profiles", {}).items():
-        lines += ["", f"[profiles.{json.dumps(name)}]"]
-        lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in fields.items()]
+@contextlib.contextmanager
+def _changed() -> Iterator[dict[str, Any]]:
+    """The profiles, which are stored again as they are left; an error leaves the file as it is."""
     path = profiles_file()
     try:
-        _replace(path, "\n".join(lines).lstrip("\n") + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _turn(path.with_name(LOCK_FILE)):
+            document = _read(path)
+            yield document.setdefault("profiles", {})
+            _replace(path, toml(document))
     except OSError as error:
         raise InvalidRequest(
             f"{path} cannot be written ({error.strerror}); choose a directory that you may write by SLLM_HOME"
         ) from error
-    return path
+
+
+@contextlib.contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """A platform of this machine writes profiles too, at its start and its end."""
+    with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
+        with contextlib.suppress(ImportError):  # Windows, where no platform runs
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, new = tempfile.mkstemp(dir=path.parent, prefix=".profiles-")  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -134,38 +176,67 @@ def _replace(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """What arguments, environment and ``sllm.toml`` say; ``None``: nothing."""
+    """What arguments and environment say; ``None``: nothing."""
 
     url: str | None
     token: str | None
 
 
 def given(url: str | None = None, token: str | None = None) -> Given:
-    """Arguments win, then ``SLLM_URL`` and ``SLLM_TOKEN``, then ``url`` of ``sllm.toml``."""
-    found = url or os.environ.get("SLLM_URL") or project_settings().get("url")
+    """Arguments win, then ``SLLM_URL`` and ``SLLM_TOKEN``."""
+    found = url or os.environ.get("SLLM_URL")
     return Given(_url(found) if found else None, _token(token or os.environ.get("SLLM_TOKEN")))
 
 
 def load(name: str | None = None, *, url: str | None = None, token: str | None = None) -> Profile:
     """The profile to use. Arguments win, then ``SLLM_URL``, ``SLLM_TOKEN``, ``SLLM_PROFILE``, then the files.
 
-    Raises ``InvalidRequest`` for a profile that was asked for and is not there.
+    Raises ``InvalidRequest`` for a profile that was asked for and is not there, and for a token whose URL only
+    ``sllm.toml`` names.
     """
-    asked = name or os.environ.get("SLLM_PROFILE") or project_settings().get("profile")
-    known = _read(profiles_file()).get("profiles", {})
-    if asked and asked not in known:
+    # A profile that is named on the command line means its own platform, whatever the environment says.
+    said = given(url, token) if url or not name else Given(None, _token(token))
+    asked = name or os.environ.get("SLLM_PROFILE")
+    near = Project() if said.url or asked else project()
+    asked = asked or near.profile
+    is_enough = said.url is not None and said.token is not None and name is None
+    known = _known(is_enough)
+    if asked and asked not in known and not is_enough:
         have = ", ".join(sorted(known)) or "none yet; `sllm up` writes one"
         raise InvalidRequest(f"profile {asked!r} is not in {profiles_file()} (there: {have})", field="profile")
-    kept = known.get(asked or "default", {})
-    said = given(url, token)
-    # A profile that is named on the command line means its own platform, whatever the environment says.
-    if name and not url:
-        said = Given(None, token)
-    # A stored token belongs to its own URL: it is never sent to another host by accident.
-    is_own = said.url in (None, str(kept.get("url", "")).rstrip("/"))
-    own, others = (kept.get("token"), kept.get("urls", [])) if is_own else (None, [])
-    url_ = _url(said.url or kept.get("url") or DEFAULT_URL)
-    return Profile(url_, said.token or _token(own), asked or "default", tuple(_url(other) for other in others))
+    meant = said.url or (_url(near.url) if near.url else None)
+    kept = _kept(known, asked or "default", meant)
+    if near.url and said.token and not kept:
+        shown = shlex.quote(str(meant))  # it is somebody's text, and may be copied into a shell
+        raise InvalidRequest(
+            f"{near.file} alone names {shown}, and a token goes only to a URL that was given together with it: if it "
+            f"is for that platform, set SLLM_URL={shown} beside SLLM_TOKEN (or say --url beside --token), or store "
+            f"both once with `sllm --url {shown} --token TOKEN profile set NAME`",
+            field="token",
+        )
+    others = tuple(_url(other) for other in kept.get("urls", ()))
+    own = _url(meant or kept.get("url") or DEFAULT_URL)
+    return Profile(own, said.token or _token(kept.get("token")), asked or "default", others)
+
+
+def _known(is_enough: bool) -> dict[str, Any]:
+    """All profiles. Where what is given ``is_enough`` they are no more than a help, and may be what nobody can read."""
+    try:
+        found: dict[str, Any] = _read(profiles_file()).get("profiles", {})
+    except InvalidRequest:
+        if not is_enough:
+            raise
+        return {}
+    return found
+
+
+def _kept(known: dict[str, Any], name: str, url: str | None) -> dict[str, Any]:
+    """What is stored as ``name``, or of the platform at ``url``, by that name or another: a stored token belongs to its
+    own URL, and is sent to no other host."""
+    if url is None:
+        return dict(known.get(name, {}))
+    stored = (known[each] for each in (name, *sorted(known)) if each in known)
+    return next((dict(each) for each in stored if str(each.get("url", "")).rstrip("/") == url), {})
 
 
 def _url(url: str) -> str:

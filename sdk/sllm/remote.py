@@ -76,8 +76,7 @@ class AsyncRemote:
         if self._client is not None:
             yield self._client
             return
-        same = (self._beside.profile.url, self._beside.profile.token) if self._beside is not None else (None, None)
-        async with AsyncClient(*same) as client:
+        async with AsyncClient(profile=self._beside.profile if self._beside is not None else None) as client:
             yield client
 
 

@@ -94,10 +94,13 @@ def input_schema(target: Any) -> dict[str, Any]:
             # An alias lets any Python name be a field, also those pydantic keeps for itself.
             field = Field(default=default, alias=parameter.name)
             fields[f"p_{len(fields)}"] = (hints.get(parameter.name, Any), field)
-    return _schema(function, fields, extra)
+    filled = set(inspect.signature(function).parameters) - {each.name for each in parameters(target)}
+    return _schema(function, fields, sorted(filled) if extra else None)
 
 
-def _schema(function: Callable[..., Any], fields: dict[str, Any], extra: bool) -> dict[str, Any]:
+def _schema(function: Callable[..., Any], fields: dict[str, Any], filled: list[str] | None) -> dict[str, Any]:
+    """``filled``: parameters that the platform fills in, where further names are taken: these are none of them."""
+    extra = filled is not None
     config = ConfigDict(arbitrary_types_allowed=False, extra="allow" if extra else "forbid", title=function.__name__)
     try:
         model: Any = create_model("Arguments", __config__=config, **fields)
@@ -109,6 +112,8 @@ def _schema(function: Callable[..., Any], fields: dict[str, Any], extra: bool) -
             "Use JSON types, dataclasses, TypedDicts or pydantic models."
         ) from error
     schema["additionalProperties"] = extra
+    if filled:
+        schema["properties"] = {**schema.get("properties", {}), **{name: {"not": {}} for name in filled}}
     return schema
 
 

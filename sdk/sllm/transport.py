@@ -61,8 +61,10 @@ def keepalive() -> list[tuple[int, int, int]]:
     return found
 
 
-def chosen(url: str | None, token: str | None, profile: str | None) -> Profile:
+def chosen(url: str | None, token: str | None, profile: str | Profile | None) -> Profile:
     """The platform to talk to. Raises ``InvalidRequest``."""
+    if isinstance(profile, Profile):
+        return profile
     return profiles.load(profile, url=url, token=token)
 
 
@@ -95,8 +97,15 @@ def _checked(name: str) -> str:
 
 def encoded(arguments: Mapping[str, Any]) -> bytes:
     """A call's body; dataclasses, pydantic models, dates and the like become their JSON. Raises ``InvalidArgument``."""
-    parts = [to_json(str(name)) + b":" + _value(str(name), value) for name, value in arguments.items()]
+    parts = [_name(str(name)) + b":" + _value(str(name), value) for name, value in arguments.items()]
     return b"{" + b",".join(parts) + b"}"
+
+
+def _name(name: str) -> bytes:
+    try:
+        return to_json(name)
+    except (PydanticSerializationError, UnicodeError) as error:
+        raise InvalidArgument(f"{name!a:.100} is no argument's name: it is no UTF-8", field=ascii(name)) from error
 
 
 def _value(name: str, value: Any) -> bytes:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -30,6 +30,7 @@ from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.spawned import PoolSettings
 from sllm_runtime.platform.up import Platform, require_disk
 from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
+from sllm_runtime.protocol.profiles import profile_name
 
 _DETACH_S: Final = 90.0
 _DOWN_S: Final = 15.0
@@ -55,6 +56,7 @@ WithParent = Annotated[bool, typer.Option("--with-parent", help="Stop when the p
 
 
 def up(
+    context: typer.Context,
     nodes: Nodes = 1,
     gateways: Gateways = 1,
     controllers: Controllers = 1,
@@ -67,11 +69,15 @@ def up(
     node: Node = False,
 ) -> int:
     """Start the platform on this machine: NATS, controller, gateways, and for each node an invoker and a loader."""
+    flags = context.find_root().params
+    _refuse_flags("up", flags, "url", "token")
     settings = Settings.load()
     if node:
         if detach:
             raise InvalidRequest("--node and --detach do not go together; run it as a service", field="detach")
         return _join((data or settings.home / "run").absolute(), as_json, with_parent)
+    if detach and with_parent:
+        raise InvalidRequest("--detach and --with-parent do not go together: a parent is outlived", field="detach")
     options = Options(
         home=settings.home.absolute(),
         data=(data or settings.home / "run").absolute(),
@@ -79,7 +85,7 @@ def up(
         controllers=controllers,
         host=host,
         ports=_ports(port, gateways),
-        profile=os.environ.get("SLLM_PROFILE") or "default",
+        profile=_profile(flags.get("profile") or os.environ.get("SLLM_PROFILE") or "default"),
         pool=PoolSettings.load().most,
         nats_url=settings.nats_url,
     )
@@ -147,8 +153,9 @@ def _loop(main: Coroutine[Any, Any, int]) -> int:
     return asyncio.run(main)
 
 
-def down(data: Data = None, as_json: Json = False) -> None:
+def down(context: typer.Context, data: Data = None, as_json: Json = False) -> None:
     """Stop the platform that runs here, in order."""
+    _refuse_flags("down", context.find_root().params, "url", "token", "profile")
     settings = Settings.load()
     directory = (data or settings.home / "run").absolute()
     running = read_running(directory)
@@ -162,6 +169,24 @@ def down(data: Data = None, as_json: Json = False) -> None:
         sys.stdout.write(json.dumps({"stopped": what, "pid": running.pid}) + "\n")
     else:
         _note(f"stopped {what}")
+
+
+def _profile(name: str) -> str:
+    try:
+        return profile_name(name)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="profile") from error
+
+
+def _refuse_flags(verb: str, flags: Mapping[str, Any], *names: str) -> None:
+    """``flags``: those before the verb, of whichever command line it is a part of."""
+    for name in names:
+        if flags.get(name) is not None:
+            raise InvalidRequest(
+                f"--{name} names a platform to talk to; `sllm {verb}` is about the one of this machine whose directory "
+                f"--data names: leave --{name} out",
+                field=name,
+            )
 
 
 def _require_writable(directory: Path) -> None:
@@ -194,7 +219,7 @@ def _show(running: Running, asked: str, token: str, began: float, as_json: bool,
     report("")
     if running.profile != asked:
         _note(
-            f"the profile {asked!r} names another platform that runs; this one is {running.profile!r}: "
+            f"the profile {asked!r} names another platform and stays; this one is {running.profile!r}: "
             f"sllm --profile {running.profile} ..., or SLLM_PROFILE={running.profile}"
         )
     _tell(running)
@@ -274,7 +299,7 @@ def _detached(options: Options, port: int, as_json: bool) -> int:
                 stdout=subprocess.DEVNULL,
                 stderr=output,
                 pass_fds=(write,),
-                env={**os.environ, READY_FD: str(write)},
+                env={**os.environ, READY_FD: str(write), "SLLM_PROFILE": options.profile},
                 start_new_session=True,
             )
         finally:

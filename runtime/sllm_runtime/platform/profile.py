@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import http.client
+import ipaddress
 import itertools
-import json
 import os
 import re
 import time
@@ -15,9 +15,11 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from sllm_runtime.platform.nats_server import write_private
 from sllm_runtime.protocol.errors import Conflict, Unavailable
+from sllm_runtime.protocol.profiles import LOCK_FILE, PROFILES_FILE, toml
 
 DEFAULT: Final = "default"
 LOCK_S: Final = 30.0
@@ -25,19 +27,34 @@ _AGAIN_S: Final = 0.02
 _ANSWER_S: Final = 2.0
 
 
-def free_name(home: Path, url: str, data: Path, alive: Callable[[str], bool]) -> str:
-    """``default``, or where that names another platform that is ``alive``, a name after the directory ``data``.
+def free_name(home: Path, asked: str, url: str, data: Path, alive: Callable[[str], bool]) -> str:
+    """``asked``, or where that is the profile of another platform, a name after the directory ``data``.
 
-    Raises ``Conflict`` if the file there cannot be read.
+    What leads to another machine stays, whether it answers or not: its token is stored nowhere else. Of this machine's
+    platforms one that was asked for by name gives way, any other where it is not ``alive``. Raises ``Conflict`` if the
+    file there cannot be read.
     """
-    known = {name: str(each.get("url", "")) for name, each in _read(home / "profiles.toml").get("profiles", {}).items()}
+    known = {name: str(each.get("url", "")) for name, each in _read(home / PROFILES_FILE).get("profiles", {}).items()}
     own = re.sub(r"[^A-Za-z0-9._]+", "-", data.name).strip("-") or "platform"
-    names = itertools.chain((DEFAULT, own), (f"{own}-{number}" for number in itertools.count(2)))
-    return next(name for name in names if known.get(name, url) == url or not alive(known[name]))
+
+    def is_free(name: str) -> bool:
+        there = known.get(name, url)
+        return there == url or (_is_here(there) and (name == asked != DEFAULT or not alive(there)))
+
+    return next(filter(is_free, itertools.chain((asked, own), (f"{own}-{number}" for number in itertools.count(2)))))
+
+
+def _is_here(url: str) -> bool:
+    """Whether ``url`` leads to this machine; one without a host stands for the gateway that is asked by default."""
+    try:
+        host = urlsplit(url).hostname or "localhost"
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or no URL
+        return False
 
 
 def answers_alive(url: str) -> bool:
-    """Whether a gateway at ``url`` answers ``GET /livez`` with 200 within 2 s."""
+    """Whether a gateway at ``url``, of this machine, answers ``GET /livez`` with 200 within 2 s."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(f"{url}/livez", timeout=_ANSWER_S) as answer:
@@ -55,11 +72,11 @@ def claim(
     alive: Callable[[str], bool],
     urls: tuple[str, ...] = (),
 ) -> str:
-    """Write the profile of the platform at ``url``, which answers already, with ``urls`` of all its gateways; its name:
-    ``asked``, but ``free_name``'s where that is ``default``. Two that claim at once take turns. Raises ``Conflict``,
-    ``Unavailable`` after LOCK_S."""
+    """Write the profile of the platform at ``url``, which answers already, with ``urls`` of all its gateways, under its
+    ``free_name``, which is given back. Two that claim at once take turns. Raises ``Conflict``, ``Unavailable`` after
+    LOCK_S."""
     with _turn(home):
-        name = free_name(home, url, data, alive) if asked == DEFAULT else asked
+        name = free_name(home, asked, url, data, alive)
         write_profile(home, name, url, token, urls)
     return name
 
@@ -72,7 +89,7 @@ def release(home: Path, name: str, url: str) -> None:
 
 @contextlib.contextmanager
 def _turn(home: Path) -> Iterator[None]:
-    fd = os.open(home / "profiles.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         until = time.monotonic() + LOCK_S
         while not _locked(fd):
@@ -94,23 +111,23 @@ def _locked(fd: int) -> bool:
 
 def write_profile(home: Path, name: str, url: str, token: str, urls: tuple[str, ...] = ()) -> Path:
     """Set profile ``name``; others stay. Returns the file. Raises ``Conflict`` if the file there cannot be read."""
-    path = home / "profiles.toml"
+    path = home / PROFILES_FILE
     document = _read(path)
     profiles = document.setdefault("profiles", {})
     kept = {key: value for key, value in profiles.get(name, {}).items() if key != "urls"}
     profiles[name] = {**kept, "url": url, "token": token} | ({"urls": list(urls)} if len(urls) > 1 else {})
-    write_private(path, _toml(document))
+    write_private(path, toml(document))
     return path
 
 
 def remove_token(home: Path, name: str, url: str) -> None:
     """Take profile ``name`` away if it is still the one of ``url``: its token opens nothing any more."""
-    path = home / "profiles.toml"
+    path = home / PROFILES_FILE
     document = _read(path)
     profiles = document.get("profiles", {})
     if profiles.get(name, {}).get("url") == url:
         del profiles[name]
-        write_private(path, _toml(document))
+        write_private(path, toml(document))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -120,25 +137,3 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise Conflict(f"{path} cannot be read ({error}); correct or remove it") from error
-
-
-def _toml(document: dict[str, Any]) -> str:
-    """The subset of TOML that profiles need: tables of texts, numbers and truths."""
-    lines: list[str] = []
-    _table(document, (), lines)
-    return "\n".join(lines) + "\n"
-
-
-def _table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    if path and (plain or not table):
-        lines.append(f"[{'.'.join(_word(part) for part in path)}]")
-    # JSON's strings, numbers, booleans and arrays of them are TOML's too.
-    lines += [f"{_word(key)} = {_word(value)}" for key, value in plain.items()]
-    for key, value in table.items():
-        if isinstance(value, dict):
-            _table(value, (*path, key), lines)
-
-
-def _word(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

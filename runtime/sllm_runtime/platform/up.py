@@ -120,7 +120,7 @@ class Platform:
                 await asyncio.sleep(_POLL_S)
 
     async def _claim_profile(self) -> None:
-        """Another platform that still runs keeps the profile ``default``; one that was asked for by name is taken."""
+        """Another platform keeps its own, as ``free_name`` says."""
         options = self.options
         wanted = (options.home, options.profile, options.url, self.token, options.data, answers_alive, options.urls)
         self._profile = await asyncio.to_thread(claim, *wanted)

@@ -13,6 +13,9 @@ def main() -> None:
         ctrl_c.prepare()
         from sllm.cli.main import main as run
 
-        run()
+        try:
+            run()
+        finally:
+            ctrl_c.leave()
     except KeyboardInterrupt:
         sys.exit(130)

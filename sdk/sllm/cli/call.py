@@ -48,8 +48,9 @@ def list_(
         show.calls(found.calls)
         if found.next:
             output.note(f"there are more: --after {found.next}")
-    if found.silent:
-        output.note(f"no answer of {', '.join(found.silent)}: what runs or waits there is left out, if it is not kept")
+        if found.silent:
+            silent = ", ".join(found.silent)
+            output.note(f"no answer of {silent}: what runs or waits there is left out, if it is not kept")
 
 
 @app.command()

@@ -44,10 +44,9 @@ def events(
 
 def line(found: dict[str, Any]) -> str:
     """One event for people."""
-    at = time.localtime(found.get("at", 0))
-    clock = time.strftime("%H:%M:%S" if at[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M:%S", at)
     version = f" v{found['version']}" if found.get("version") is not None else ""
     about = " ".join(str(found[key]) for key in ("function", "instance", "node", "call") if found.get(key))
     fields = " ".join(f"{key}={value}" for key, value in found.get("fields", {}).items())
+    clock = output.clock(found.get("at", 0))
     parts = (clock, f"{found.get('kind', '?'):<20}", about + version, found.get("message", ""), fields)
     return "  ".join(part for part in parts if part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
@@ -37,7 +38,7 @@ def init(
         output.value({"directory": str(directory), "template": template, "files": written})
         return
     output.text(f"{directory}: {', '.join(written)}")
-    output.note(f"next: sllm fn deploy {directory / 'function.py'}")
+    output.note(f"next: sllm fn deploy {shlex.quote(str(directory / 'function.py'))}")
 
 
 app.command()(deploy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,8 +38,8 @@ def invoke(
     """Call a function and print what it answers; Ctrl-C cancels the call."""
     given, trace = given_words(words, args), Trace()
     with client(context) as connection:
-        found = {**given[1], **_meant(connection, name, given[0])}
-        with naming(lambda: f"call {trace.call or f'of {name}'} is cancelled"):
+        found = {**given[1], **_meant(connection, name, given[0], version, quiet=json)}
+        with naming(lambda: _fate(name, trace)):
             if stream:
                 _stream(connection, name, found, version, trace, json)
             else:
@@ -47,6 +48,13 @@ def invoke(
                 show_value(answer, json)
     if verbose:
         _tell(trace, json)
+
+
+def _fate(name: str, trace: Trace) -> str:
+    """What became of a call that was left."""
+    if trace.cancelled:
+        return f"call {trace.call or f'of {name}'} is cancelled"
+    return f"call {trace.call} may go on, no gateway answered: `sllm call cancel {trace.call}` ends it"
 
 
 def _tell(trace: Trace, as_json: bool) -> None:
@@ -70,12 +78,15 @@ def given_words(words: list[str] | None, args: str | None) -> tuple[dict[str, st
     return arguments.split(words or []), arguments.document(text)
 
 
-def _meant(connection: Client, name: str, words: dict[str, str]) -> dict[str, Any]:
+def _meant(connection: Client, name: str, words: dict[str, str], version: int | None, *, quiet: bool) -> dict[str, Any]:
     """The words as the function's parameters take them; its types are only asked for where it matters."""
     schemas: dict[str, Any] = {}
-    if any(arguments.ambiguous(raw) for raw in words.values()):
+    unsure = [f"{key}={raw}" for key, raw in words.items() if arguments.ambiguous(raw)]
+    if unsure:
         view = FunctionView.model_validate(connection.request("GET", transport.about(name)))
         schemas = (view.manifest.handler.input_schema if view.manifest else {}).get("properties", {})
+        if version not in (None, view.active) and not quiet:  # the platform shows the manifest of the active one alone
+            output.note(f"{' '.join(unsure)}: read by the types of v{view.active}, which is active; --args is exact")
     return {key: arguments.value(raw, schemas.get(key)) for key, raw in words.items()}
 
 
@@ -92,10 +103,11 @@ def _stream(
     trace.observe = observe
     pieces = False
     try:
-        for value in connection.stream(name, given, version=version, trace=trace):
-            shown.stop()
-            pieces = pieces or isinstance(value, str)
-            show_value(value, as_json, end="" if isinstance(value, str) else "\n")
+        with closing(connection.stream(name, given, version=version, trace=trace)) as values:
+            for value in values:
+                shown.stop()
+                pieces = pieces or isinstance(value, str)
+                show_value(value, as_json, end="" if isinstance(value, str) else "\n")
     finally:
         shown.stop()
         if pieces and not as_json:

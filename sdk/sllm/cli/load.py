@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from sllm import bundle
+from sllm.cli import ctrl_c
 from sllm.function import ModelFunction
 from sllm_runtime.protocol.errors import InvalidBundle, SllmError
 
@@ -80,7 +81,7 @@ def _imported(where: str, root: Path, name: str) -> ModuleType:
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), ctrl_c.answer.in_users_code():
             return importlib.import_module(name)
     except SllmError as error:
         error.message = f"{where}: {error.message}"

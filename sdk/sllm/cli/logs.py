@@ -54,7 +54,6 @@ def _tell_if_absent(connection: Client, name: str) -> None:
 
 def line(view: LogView) -> str:
     """One line for people."""
-    clock = time.strftime("%H:%M:%S", time.localtime(view.at))
     lost = f"({view.dropped} lines dropped) " if view.dropped else ""
     who = f"v{view.version} {view.instance}" + (f" {view.call}" if view.call else "")
-    return f"{clock} {who} {view.stream}: {lost}{view.text}"
+    return f"{output.clock(view.at)} {who} {view.stream}: {lost}{view.text}"

@@ -35,6 +35,12 @@ def text(line: str, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
+def clock(at: float) -> str:
+    """A time of day for people, with its date unless that is today's."""
+    then = time.localtime(at)
+    return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M:%S", then)
+
+
 def note(line: str) -> None:
     """Everything that is no result, on stderr."""
     sys.stderr.write(line + "\n")

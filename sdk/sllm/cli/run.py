@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sllm import local, signature
-from sllm.cli import arguments, load, output
+from sllm.cli import arguments, ctrl_c, load, output
 from sllm.cli.context import Json
 from sllm.cli.invoke import Args, Words, given_words, show_value
 from sllm.function import ModelFunction
@@ -29,7 +29,8 @@ def run(
     schemas: dict[str, Any] = signature.input_schema(function.target).get("properties", {})
     given |= {key: arguments.value(raw, schemas.get(key)) for key, raw in texts.items()}
     try:
-        _call(function, given, json)
+        with ctrl_c.answer.in_users_code():
+            _call(function, given, json)
     except (SllmError, BrokenPipeError):
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything

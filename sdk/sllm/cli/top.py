@@ -26,9 +26,9 @@ _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LIVE: Final = re.compile(r"^sllm_gateways ([0-9.e+]+)$", re.MULTILINE)
 CLEAR: Final = "\x1b[H\x1b[2J"
 SAMPLE_S: Final = 0.5
+"""Between the two counts that the first rates are of."""
 METRICS_S: Final = 2.0
 """A gateway that does not answer within this is left out: one that hangs takes connections, and answers none."""
-"""Between the two counts that the first rates are of."""
 
 
 def top(

@@ -18,6 +18,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from sllm.doctor.finding import Finding, failure, ok, warning
+from sllm_runtime.protocol import nats_versions
 
 STARTS_S: Final = 10.0
 ANSWERS_S: Final = 3.0
@@ -118,6 +119,8 @@ def info_of(url: str) -> dict[str, Any]:
 
 
 def _judged(info: dict[str, Any], what: str) -> Finding:
+    if problem := nats_versions.problem(info.get("version")):
+        return failure("nats", f"{what}: {problem}", nats_versions.REMEDY)
     if info.get("jetstream"):
         return ok("nats", f"{what}, with JetStream")
     return failure("nats", f"{what}, without JetStream", "switch JetStream on: `jetstream {}` in its configuration")

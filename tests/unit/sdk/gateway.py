@@ -54,6 +54,9 @@ class Answer:
     json: Any = None
     breaks: bool = False
     hangs: bool = False
+    """It sends heartbeats."""
+    silent: bool = False
+    """It sends nothing."""
     retry_after: str | None = None
     raw: bytes | None = None
     elsewhere: str | None = None
@@ -77,6 +80,8 @@ class Gateway:
     deployed: list[Manifest] = field(default_factory=list)
     instances: list[InstanceView] = field(default_factory=list)
     """Of every function."""
+    tokens: list[str | None] = field(default_factory=list)
+    """What those have sent who asked for all functions."""
     notes: list[str] = field(default_factory=list)
     """Of every deployment."""
     requests: list[str | None] = field(default_factory=list)
@@ -104,7 +109,7 @@ class Gateway:
             self.reads,
         ):
             memory.clear()
-        for more in (self.instances, self.notes, self.requests, self.read_after):
+        for more in (self.instances, self.notes, self.requests, self.read_after, self.tokens):
             more.clear()
         self.left.clear()
         self.reached.clear()
@@ -139,6 +144,9 @@ class Gateway:
         return await self._respond(answer, request)
 
     async def _respond(self, answer: Answer, request: Request) -> Response:
+        if answer.silent:
+            while (await request.receive())["type"] != "http.disconnect":
+                continue
         if answer.raw is not None:
             return Response(answer.raw, 200)
         if answer.elsewhere is not None:
@@ -174,13 +182,13 @@ class Gateway:
 
     async def functions(self, request: Request) -> Response:
         if request.method == "GET":
+            self.tokens.append(request.headers.get("authorization"))
             return JSONResponse({"functions": [self.view("chat").model_dump(mode="json")]})
         wanted = DeployRequest.model_validate_json(await request.body())
         self.deployed.append(wanted.manifest)
         self.requests.append(wanted.request)
-        answer = self.answers[0] if self.answers else None
-        if answer is not None:
-            return await self._respond(answer, request)
+        if self.answers:
+            return await self._respond(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0], request)
         result = DeployResult(function=self.view(wanted.manifest.name), version=1, notes=tuple(self.notes))
         pieces = (progress("sandbox"), ": heartbeat\n", sse(result.model_dump(mode="json"), event="done"), DONE)
         return await self._respond(Answer(pieces), request)

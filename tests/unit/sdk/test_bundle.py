@@ -1,6 +1,7 @@
 """What goes into a bundle, and that nothing else decides its digest."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sllm import bundle, ignore
+from sllm import bundle, ignore, pickled
 from sllm.cli import load
 from sllm_runtime.protocol.errors import BodyTooLarge, InvalidArgument, InvalidBundle, InvalidManifest
 from sllm_runtime.protocol.manifest import Manifest
@@ -27,6 +28,8 @@ FUNCTION = "from sllm import model_function\n\n@model_function\ndef hello(text: 
 PICKLES = """
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
+from pydantic import Field
 from sllm import bundle, model_function
 import beside
 
@@ -38,8 +41,12 @@ class How:
     times: int = 1
     after: list[str] = field(default_factory=list)
 
+@dataclass
+class Place:  # named by a hint alone
+    hows: list[How]
+
 @model_function
-def hello(text: str, how: How = How("")) -> str:
+def hello(text: Annotated[str, Field(max_length=9)], how: How = How(""), place: Place | None = None) -> str:
     return f"{WORD} {beside.shout(text)}{how.mark * how.times}{''.join(how.after)}"
 
 built = bundle.build(hello)
@@ -80,6 +87,12 @@ def test_patterns(tmp_path: Path) -> None:
     write(tmp_path, {"function.py": FUNCTION, "data/big.csv": "1", "data/small.csv": "2", "w.pt": "3", "notes.md": "4"})
     write(tmp_path, {".sllmignore": "# comment\ndata/\n*.md\n!w.pt\n"})
     assert build(tmp_path).files == ("function.py", "w.pt")
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_a_pattern(tmp_path: Path) -> None:
+    write(tmp_path, {"function.py": FUNCTION, "secret.txt": "s"})
+    (tmp_path / ".sllmignore").write_bytes("secret.txt\n".encode("utf-8-sig"))
+    assert build(tmp_path).files == ("function.py",)
 
 
 def test_include_wins(tmp_path: Path) -> None:
@@ -261,9 +274,11 @@ def test_times_and_order_on_disk_do_not_count(tmp_path: Path) -> None:
     assert build(second).digest == first.digest
 
 
-def test_a_function_of_main_travels_with_what_it_imports(tmp_path: Path) -> None:
-    """Bundled by a program of its own, run by the worker's code."""
-    write(tmp_path, {"main.py": PICKLES, "beside.py": "def shout(text):\n    return text.upper()\n", "unused.py": ""})
+@pytest.mark.parametrize("first", ["", "from __future__ import annotations"])
+def test_a_function_of_main_travels_with_what_it_imports(tmp_path: Path, first: str) -> None:
+    """Bundled by a program of its own, run by the worker's code. Its hints are what they are, also where they are
+    texts."""
+    write(tmp_path, {"main.py": first + PICKLES, "beside.py": SHOUT, "unused.py": ""})
     done = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, timeout=60, check=True)
     entry, _, data = done.stdout.partition(b"\n")
     assert entry == b"pickle:"
@@ -279,6 +294,90 @@ def test_a_function_of_main_travels_with_what_it_imports(tmp_path: Path) -> None
     assert target(**Arguments(target).convert({"text": "you", "how": {"mark": "!", "times": 2}})) == "hi YOU!!"
     with pytest.raises(InvalidArgument, match=r"'how\.mark' is missing"):
         Arguments(target).convert({"text": "you", "how": {}})
+    with pytest.raises(InvalidArgument, match=r"'text': .*at most 9"):
+        Arguments(target).convert({"text": "y" * 10})
+    found = Arguments(target).convert({"text": "you", "place": {"hows": [{"mark": "!", "times": "2"}]}})
+    assert found["place"].hows[0].times == 2
+
+
+MAIN = """
+import sys
+from sllm import bundle, model_function
+{imports}
+
+@model_function({options})
+def hello(text: str) -> str:
+    return shout(text)
+
+sys.stdout.buffer.write(bundle.build(hello).data)
+"""
+SHOUT = "def shout(text):\n    return text.upper()\n"
+
+
+def bundled(where: Path, *words: str, **env: str) -> bytes:
+    """What a program of ``MAIN`` writes."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=where, env={**os.environ, **env}, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "path", "names"),
+    [
+        ({"pkg/__init__.py": "", "pkg/util.py": SHOUT, "lib/__init__.py": "", "lib/x.py": ""}, ("-m", "pkg.main"), "",
+         ["lib/__init__.py", "lib/x.py", "pkg/__init__.py", "pkg/util.py"]),
+        ({"pkg/util.py": SHOUT, "lib/x.py": ""}, ("-m", "pkg.main"), "", ["lib/x.py", "pkg/util.py"]),
+        ({"pkg/__init__.py": "", "pkg/util.py": SHOUT, "lib/x.py": ""}, ("pkg/main.py",), ".",
+         ["pkg/__init__.py", "pkg/util.py"]),
+        ({"pkg/src/pkg/util.py": SHOUT, "lib/x.py": ""}, ("pkg/main.py",), "pkg/src:.", ["pkg/util.py"]),
+    ],
+)  # fmt: skip
+def test_modules_travel_by_the_names_that_they_are_imported_by(
+    tmp_path: Path, files: dict[str, str], words: tuple[str, ...], path: str, names: list[str]
+) -> None:
+    """However the program is started, and wherever their files lie."""
+    main = MAIN.format(imports="import lib.x\nfrom pkg.util import shout", options="")
+    write(tmp_path, {**files, "pkg/main.py": main})
+    archive = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, *words, PYTHONPATH=path)))
+    assert sorted(archive.namelist()) == ["function.pkl", *names]
+    archive.extractall(tmp_path / "worker")
+    call = "import pickle; print(pickle.load(open('function.pkl', 'rb'))('hi'))"
+    assert bundled(tmp_path / "worker", "-c", call) == b"HI\n"
+
+
+def test_a_module_that_nothing_takes_along_is_named(tmp_path: Path) -> None:
+    main = MAIN.format(imports="from far import shout", options="")
+    write(tmp_path, {"app/main.py": main, "lib/far.py": SHOUT})
+    with pytest.raises(AssertionError, match=r"hello \(main.py:6\) uses 'far' .*lib/far\.py\), which lies outside"):
+        bundled(tmp_path / "app", "main.py", PYTHONPATH="../lib")
+
+
+def test_what_is_installed_does_not_travel() -> None:
+    """Though all of it may lie below a home directory."""
+    for module in (json, pytest, bundle):
+        assert pickled.modules(Path(str(module.__file__)).resolve().parents[1]) == {}
+    own = pickled.modules(Path(__file__).resolve().parents[3])
+    assert own[__name__] == Path(__file__).resolve()
+
+
+def test_include_brings_files_of_a_program(tmp_path: Path) -> None:
+    main = MAIN.format(imports="from beside import shout", options="include=['data/*.bin', 'w.pt']")
+    write(tmp_path, {"main.py": main, "beside.py": SHOUT, "data/a.bin": "a", "data/b.txt": "b", "w.pt": "w", "c": ""})
+    archive = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, "main.py")))
+    assert sorted(archive.namelist()) == ["beside.py", "data/a.bin", "function.pkl", "w.pt"]
+    (tmp_path / "w.pt").unlink()
+    with pytest.raises(AssertionError, match=r"include='w\.pt' matches no file"):
+        bundled(tmp_path, "main.py")
+
+
+@pytest.mark.parametrize("include", ["data/*.bin", None, 3, [3]])
+def test_an_include_that_is_no_list_is_named(tmp_path: Path, include: Any) -> None:
+    write(tmp_path, {"function.py": FUNCTION.replace("@model_function\n", f"@model_function(include={include!r})\n")})
+    with pytest.raises(InvalidManifest, match="hello: include is a list of patterns") as caught:
+        build(tmp_path)
+    assert caught.value.field == "include"
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from sllm import bundle, profiles
 from sllm.cli.top import Look
+from sllm_runtime.platform import commands
 from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
@@ -45,7 +46,7 @@ from sllm_runtime.protocol.http import (
 from tests.fixtures import command
 from tests.fixtures.command import document
 from tests.fixtures.waiting import GIVE_UP_S
-from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, Answer, Gateway, error, progress, sse
+from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, sse
 
 SLLM = [sys.executable, "-m", "sllm"]
 TEXT = (
@@ -113,6 +114,15 @@ def test_arguments_by_word_file_and_stdin(gateway: Gateway, tmp_path: Path) -> N
     here("fn", "invoke", "chat", "--json-args", "-", stdin='{"text": "from stdin"}')
     assert gateway.asked[-1][2] == {"text": "from stdin"}
     assert [path for method, path, *_ in gateway.asked if method == "GET"] == ["/api/v1/functions/chat"]
+
+
+def test_words_for_another_version_are_read_by_the_types_of_the_active_one_which_is_said(gateway: Gateway) -> None:
+    gateway.will(Answer(PIECES))
+    said = here("fn", "invoke", "chat", "text=12", "n=12", "of=x", "--version", "2").stderr
+    assert "text=12 n=12: read by the types of v1, which is active; --args is exact" in said
+    assert gateway.asked[-1][1:3] == ("/fn/chat/v2", {"text": "12", "n": 12, "of": "x"})
+    assert here("fn", "invoke", "chat", "text=12", "--version", "2", "--json").stderr == ""
+    assert here("fn", "invoke", "chat", "text=12", "--version", "1").stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -214,6 +224,7 @@ def test_ctrl_c_cancels_the_call(gateway: Gateway) -> None:
         (Answer(json={"undone": True}), "chat is not deployed: what was begun is undone"),
         (Answer(json={"undone": False, "version": 3}), "chat v3 was deployed already; `sllm fn rollback chat`"),
         (Answer(problem=Unavailable("no controller")), "the deployment of chat may go on; `sllm fn describe chat`"),
+        (Answer(silent=True), "the deployment of chat may go on; `sllm fn describe chat`"),
     ],
 )
 def test_ctrl_c_of_a_deployment_undoes_it(gateway: Gateway, tmp_path: Path, answer: Answer, said: str) -> None:
@@ -250,6 +261,29 @@ def test_ctrl_c_says_what_may_go_on(gateway: Gateway, words: tuple[str, ...], sa
     status, errors = interrupted(gateway, *words)
     assert status == 130
     assert said in errors
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Answer(json={"id": CALL, "state": "CANCELLED"}), f"call {CALL} is cancelled"),
+        (Answer(problem=Unavailable("it stops")), f"may go on, no gateway answered: `sllm call cancel {CALL}` ends it"),
+    ],
+)
+def test_ctrl_c_of_a_call_that_is_read_on(gateway: Gateway, answer: Answer, said: str) -> None:
+    """As at a gateway that was started again."""
+    gateway.will(Answer((sse("de", id=0),), breaks=True), answer)
+    gateway.reads = [Answer((sse("f", id=1),), hangs=True)]
+    with subprocess.Popen(
+        [*SLLM, "fn", "invoke", "chat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(3) == "def"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=GIVE_UP_S)
+    assert process.returncode == 130
+    assert said in errors
+    assert gateway.asked[-1][:2] == ("POST", f"/v1/calls/{CALL}/cancel")
 
 
 def test_ctrl_c_of_logs(gateway: Gateway) -> None:
@@ -312,6 +346,58 @@ def test_ctrl_c_where_nothing_can_be_raised(place: str, status: int, tmp_path: P
     assert (done.returncode, done.stderr) == (status, b"")
 
 
+USERS = {
+    ("fn", "deploy", "function.py"): "import os, threading\nos.write(1, b'.')\nthreading.Event().wait()\n",
+    ("run", "function.py"): """
+import os, time
+from sllm import model_function
+
+@model_function
+class Waits:
+    def __call__(self) -> str:
+        os.write(1, b".")
+        while True:
+            time.sleep(60)
+""",
+}
+NEVER_BY_ITSELF = """
+import os
+from sllm.cli import ctrl_c, main
+can = ctrl_c._can_raise
+ctrl_c._can_raise = lambda frame: os.write(1, b"!") and can(frame)  # says that it looks
+ctrl_c.PATIENCE_S = float("inf")
+main()
+"""
+
+
+DEPLOY, RUN = USERS
+
+
+@pytest.mark.parametrize(("words", "impatient"), [(DEPLOY, False), (DEPLOY, True), (RUN, False)])
+def test_ctrl_c_ends_what_a_users_code_waits_for(tmp_path: Path, words: tuple[str, ...], impatient: bool) -> None:
+    """While it is imported, and within a ``__call__``: by itself after a while, or at the next one."""
+    (tmp_path / "function.py").write_text(USERS[words])
+    argv = [sys.executable, "-c", NEVER_BY_ITSELF, *words] if impatient else [*SLLM, *words]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.read(1) == b"."
+            process.send_signal(signal.SIGINT)
+            if impatient:
+                assert process.stdout.read(2) == b"!!"  # the first waits
+                process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=GIVE_UP_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130, errors
+
+
+def test_an_alarm_that_is_still_to_come_does_not_kill_what_ends() -> None:
+    code = "import os, signal; from sllm.cli import ctrl_c; ctrl_c.prepare(); ctrl_c.leave()"
+    argv = [sys.executable, "-c", f"{code}; os.kill(os.getpid(), signal.SIGALRM)"]
+    assert subprocess.run(argv, timeout=GIVE_UP_S, check=False).returncode == 0
+
+
 # --- deployment -----------------------------------------------------------------------------------
 def test_deploy(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "function.py").write_text(TEXT)
@@ -349,6 +435,7 @@ def test_init_begins_a_function_that_can_be_deployed(gateway: Gateway, tmp_path:
     found = document(here("fn", "init", "hello", "--json"))
     assert "function.py" in found["files"]
     assert document(here("fn", "deploy", "hello", "--json"))["function"]["name"] == "hello"
+    assert "next: sllm fn deploy 'a b/function.py'\n" in here("fn", "init", "a b").stderr
     again = here("fn", "init", "hello")
     assert (again.returncode, "is there already" in again.stderr) == (2, True)
     assert "there are: basic, class, llm" in here("fn", "init", "x", "--template", "none").stderr
@@ -487,7 +574,7 @@ def test_logs(gateway: Gateway) -> None:
     line = {"at": 0.0, "version": 1, "instance": "i", "node": "n", "stream": "stdout", "text": "hello", "call": CALL}
     gateway.will(Answer((sse(line), ": heartbeat\n", DONE)))
     done = here("fn", "logs", "chat", "--call", CALL)
-    assert done.stdout.endswith(f"v1 i {CALL} stdout: hello\n")
+    assert re.fullmatch(rf"(1970-01-01|1969-12-31) [\d:]+ v1 i {CALL} stdout: hello\n", done.stdout)
     assert document(here("fn", "logs", "chat", "--json"))["text"] == "hello"
     gateway.will(Answer((sse(line), error(FunctionNotFound("no function chat")))))
     assert here("fn", "logs", "chat").returncode == 3
@@ -531,7 +618,30 @@ def test_profiles_by_command(gateway: Gateway, home: Path) -> None:
 def test_sllm_toml_of_the_project(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLLM_URL")
     (tmp_path / "sllm.toml").write_text(f'url = "{gateway.url}"\n')
+    done = here("fn", "list", "--json")
+    assert (done.returncode, refused(done)["field"]) == (2, "token")
+    assert gateway.asked == []
+    monkeypatch.delenv("SLLM_TOKEN")
     assert here("fn", "list").returncode == 0
+    assert gateway.tokens[-1] is None
+    assert here("--url", gateway.url, "--token", TOKEN, "profile", "set", "team").returncode == 0
+    assert here("fn", "list").returncode == 0
+    assert gateway.tokens[-1] == f"Bearer {TOKEN}"
+
+
+def test_what_names_a_platform_to_talk_to_is_not_for_up_and_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (
+        ("--url", "http://h", "up"), ("--token", "t", "up"), ("--url", "http://h", "down"), ("--token", "t", "down"),
+        ("--profile", "p", "down"),
+    ):  # fmt: skip
+        found = refused(here(*words, "--json"))
+        assert (found["code"], f"leave {words[0]} out" in found["message"]) == ("invalid_request", True)
+    assert "outlived" in refused(here("up", "--detach", "--with-parent", "--json"))["message"]
+    asked: list[str] = []
+    monkeypatch.setattr(commands, "_detached", lambda options, *_: asked.append(options.profile))
+    for profile in (("--profile", "dev"), ()):
+        assert here(*profile, "up", "--detach", "--port", "0", SLLM_PROFILE="staging").returncode == 0
+    assert asked == ["dev", "staging"]
 
 
 def test_doctor(tmp_path: Path) -> None:
@@ -836,7 +946,8 @@ def test_calls_are_listed_with_where_they_run_and_where_to_go_on(gateway: Gatewa
     assert row.endswith("\t7\tno")
     assert "--after 1-call-1" in said.stderr
     assert "no answer of gw-1" in said.stderr
-    assert document(here("call", "list", "--json")) == found
+    as_json = here("call", "list", "--json")
+    assert (document(as_json), as_json.stderr) == (found, "")
 
 
 @pytest.mark.parametrize(

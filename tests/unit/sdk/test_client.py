@@ -462,6 +462,45 @@ async def test_a_cancelled_task_cancels_its_call(gateway: Gateway) -> None:
     assert await asyncio.to_thread(gateway.left.wait, GIVE_UP_S)
 
 
+CANCELLED = Answer(json={"id": CALL, "state": "CANCELLED"})
+
+
+@pytest.mark.parametrize(("answer", "is_cancelled"), [(CANCELLED, True), (Answer(problem=Unavailable("no")), False)])
+def test_leaving_what_is_read_on_asks_for_the_end_of_its_call(
+    gateway: Gateway, other: Gateway, answer: Answer, is_cancelled: bool
+) -> None:
+    """Its second gateway takes who leaves for a reader, of whom it has any number."""
+    gateway.will(Answer((sse("a", id=0),), breaks=True))
+    other.reads = [Answer((sse("b", id=1),), hangs=True)]
+    other.will(answer)
+    trace = Trace()
+    with Client() as client, closing(client.stream("chat", {}, trace=trace)) as values:
+        assert [next(values), next(values)] == ["a", "b"]
+    assert [asked[:2] for asked in other.asked] == [("POST", f"/v1/calls/{CALL}/cancel")]
+    assert trace.cancelled is is_cancelled
+
+
+@pytest.mark.parametrize("how", ["left", "cancelled"])
+async def test_leaving_what_is_read_on_in_asyncio(gateway: Gateway, other: Gateway, how: str) -> None:
+    gateway.will(Answer((sse("a", id=0),), breaks=True))
+    other.reads = [Answer((sse("b", id=1),), hangs=True)]
+    other.will(CANCELLED)
+
+    async def consume() -> None:
+        async with AsyncClient() as client, aclosing(client.stream("chat", {})) as values:
+            assert [await anext(values), await anext(values)] == ["a", "b"]
+            if how == "cancelled":
+                await anext(values)
+
+    task = asyncio.create_task(consume())
+    if how == "cancelled":
+        assert await asyncio.to_thread(other.reached.wait, GIVE_UP_S)
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() is (how == "cancelled")
+    assert [asked[:2] for asked in other.asked] == [("POST", f"/v1/calls/{CALL}/cancel")]
+
+
 @pytest.mark.parametrize("path", ["call", "stream"])
 def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, never answers
@@ -483,6 +522,8 @@ def test_arguments_become_json(gateway: Gateway) -> None:
     with pytest.raises(InvalidArgument, match=r"lock: .*arguments travel as JSON") as found:
         _call_blocking("chat", lock=threading.Lock())
     assert found.value.field == "lock"
+    with pytest.raises(InvalidArgument, match="is no argument's name: it is no UTF-8"):
+        _call_blocking("chat", **{b"t\xe9xt".decode("utf-8", "surrogateescape"): 1})
 
 
 def test_functions_by_name(gateway: Gateway) -> None:
@@ -508,6 +549,15 @@ async def test_functions_by_name_in_asyncio(gateway: Gateway, monkeypatch: pytes
     with Client(url, TOKEN) as client:
         monkeypatch.delenv("SLLM_URL")
         assert await Remote("chat", client=client).aio.remote() == 2  # the platform of the client beside it
+
+
+async def test_the_twin_of_a_client_knows_its_gateways(
+    gateway: Gateway, nobody: str, profile: Callable[..., None]
+) -> None:
+    profile(nobody, gateway.url)
+    gateway.will(Answer(json=1))
+    with Client() as client:
+        assert await Remote("chat", client=client).aio.remote() == 1
 
 
 def test_what_only_reads_is_sent_again(gateway: Gateway) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from sllm import Client, bundle, deployment
+from sllm.answers import Trace
 from sllm.cli import load
+from sllm.following import Losing
+from sllm.gateways import Gateways
 from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, StoreFull, Unavailable
-from sllm_runtime.protocol.http import ProgressView
+from sllm_runtime.protocol.http import DeployResult, ProgressView
 from tests.fixtures.modules import own_modules
-from tests.unit.sdk.gateway import DONE, Answer, Gateway, error, progress
+from tests.unit.sdk.gateway import DONE, Answer, Gateway, error, progress, sse
 
 TEXT = (
     "from sllm import model_function\n\n@model_function(name='chat')\ndef hello(text: str) -> str:\n    return text\n"
@@ -98,12 +101,44 @@ def test_an_upload_does_not_wait_for_room(gateway: Gateway, file: Path) -> None:
     [
         (Answer((progress("sandbox"), error(NoCapacity("needs an H100")))), NoCapacity, "needs an H100"),
         (Answer(problem=InvalidManifest("gpu: none such")), InvalidManifest, "none such"),
-        (Answer((progress("sandbox"),), breaks=True), InstanceLost, "broke off"),
+        (Answer((progress("sandbox"),), breaks=True), InstanceLost, "broke off .*`sllm fn describe chat` says whether"),
         (Answer((progress("sandbox"), DONE)), Unavailable, "ended without a result"),
     ],
 )
-def test_how_it_can_fail(gateway: Gateway, file: Path, answer: Answer, raised: type[Exception], said: str) -> None:
+def test_how_it_can_fail(
+    gateway: Gateway,
+    file: Path,
+    answer: Answer,
+    raised: type[Exception],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deployment, "CONTROLLER_WAIT_S", 0.0)  # what breaks off is sent again for so long, see below
     gateway.will(answer)
     with pytest.raises(raised, match=said):
         load.one(str(file)).deploy()
     assert len(gateway.deployed) == 1
+
+
+def test_a_deployment_goes_on_at_the_gateway_that_comes_back(gateway: Gateway, file: Path) -> None:
+    """By the name that it has had from the beginning: the platform joins who asks for it again."""
+    result = DeployResult(function=gateway.view("chat"), version=7)
+    done = Answer((progress("sandbox"), sse(result.model_dump(mode="json"), event="done"), DONE))
+    gateway.will(Answer((progress("sandbox"),), breaks=True), Answer(breaks=True), done)
+    assert load.one(str(file)).deploy().version == 7
+    (name,) = set(gateway.requests)
+    assert name
+    assert len(gateway.requests) == 3
+
+
+def test_a_deployment_that_stays_lost_is_given_up() -> None:
+    """Counted from when it was lost last: it may have gone on for minutes before."""
+    losing, lost = Losing(Gateways(("http://a", "http://b")), 15.0), InstanceLost("gone")
+    broken = Trace(broken=True, gateway="http://a")
+    assert losing.wait(lost, broken, 0.0, 200.0) > 0
+    assert losing.gateways.urls[0] == "http://b"
+    assert losing.wait(Unavailable("nobody"), Trace(), 214.0, 214.0) > 0
+    with pytest.raises(InstanceLost, match="gone"):
+        losing.wait(lost, broken, 214.5, 215.5)
+    with pytest.raises(NoCapacity, match="its answer"):
+        Losing(losing.gateways, 15.0).wait(NoCapacity("its answer"), Trace(gateway="http://a"), 0.0, 1.0)

@@ -84,6 +84,17 @@ def test_nats_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SLLM_NATS_URL" in gone.remedy
 
 
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("2.11.14", Level.FAILURE), ("2.11.15", Level.OK), ("2.12.5", Level.FAILURE), ("2.12.6", Level.OK)],
+)
+def test_a_server_whose_rights_do_not_hold(monkeypatch: pytest.MonkeyPatch, version: str, level: Level) -> None:
+    monkeypatch.setenv("SLLM_NATS_URL", "nats://one")
+    monkeypatch.setattr(nats, "info_of", lambda url: {"version": version, "jetstream": True})
+    found = nats.nats(needed=True)
+    assert (found.level, "CVE-2026-33249" in found.what) == (level, level is Level.FAILURE)
+
+
 def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -1,13 +1,18 @@
 """Flag over environment over sllm.toml over the profile."""
 
+import os
 import stat
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from sllm import profiles
-from sllm_runtime.platform.profile import write_profile
+from sllm_runtime.platform.profile import claim, write_profile
 from sllm_runtime.protocol.errors import InvalidRequest, NotFound
+from sllm_runtime.protocol.profiles import toml
 
 
 def test_nothing_set() -> None:
@@ -44,12 +49,84 @@ def test_each_wins_over_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLLM_TOKEN", "environment")
     assert profiles.load(token="flag").token == "flag"
     assert profiles.load().token == "environment"
+    monkeypatch.delenv("SLLM_URL")
+    monkeypatch.setenv("SLLM_PROFILE", "default")
+    assert profiles.load() == profiles.Profile("http://profile:1", "environment")
+
+
+def test_a_token_goes_to_no_url_that_only_a_directory_names(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cloned repository, or what somebody has put into /tmp, could have it sent to itself."""
+    (tmp_path / "sllm.toml").write_text('url = "http://evil:1/"\n')
+    profiles.save("default", "http://mine:1", "stored")
+    assert profiles.load() == profiles.Profile("http://evil:1")
+    remedy = r"sllm\.toml alone names http://evil:1, .*SLLM_URL=http://evil:1 beside SLLM_TOKEN .* profile set NAME"
+    with pytest.raises(InvalidRequest, match=remedy):
+        profiles.load(token="flag")
+    monkeypatch.setenv("SLLM_TOKEN", "environment")
+    with pytest.raises(InvalidRequest, match=remedy):
+        profiles.load()
+    assert profiles.load(url="http://evil:1").token == "environment"
+    assert profiles.load("default").token == "stored"
+    monkeypatch.setenv("SLLM_URL", "http://evil:1")
+    assert profiles.load().token == "environment"
+    monkeypatch.delenv("SLLM_URL")
+    profiles.save("team", "http://evil:1", "theirs")  # as the error says
+    assert profiles.load().token == "environment"
+    monkeypatch.delenv("SLLM_TOKEN")
+    assert profiles.load().token == "theirs"
+
+
+def test_no_profile_is_stored_by_what_only_a_directory_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sllm.toml").write_text('url = "http://evil:1"\n')
+    monkeypatch.setenv("SLLM_TOKEN", "environment")
+    assert profiles.given() == profiles.Given(None, "environment")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to give a file away takes root")
+def test_the_settings_of_another_user_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "sllm.toml").write_text('url = "http://evil:1"\n')
+    os.chown(tmp_path / "sllm.toml", 12345, -1)
+    with pytest.raises(InvalidRequest, match=r"sllm\.toml belongs to another user; say --url or --profile"):
+        profiles.load()
+    assert profiles.load(url="http://mine:1").url == "http://mine:1"
+
+
+@pytest.mark.parametrize("broken", ["profile that is not there", "file that cannot be read", "no home"])
+def test_what_is_given_whole_needs_no_file(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    if broken == "no home":
+        monkeypatch.delenv("SLLM_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+        said = "set SLLM_HOME"
+    elif broken == "file that cannot be read":
+        (home / "profiles.toml").mkdir(parents=True)
+        said = "cannot be read"
+    else:
+        (tmp_path / "sllm.toml").write_text('profile = "team"\n')
+        said = "'team' is not in"
+    assert profiles.load(url="http://a:1", token="t") == profiles.Profile("http://a:1", "t")
+    with pytest.raises(InvalidRequest, match=said):
+        profiles.load()
+    monkeypatch.setenv("SLLM_URL", "http://a:1")
+    monkeypatch.setenv("SLLM_TOKEN", "t")
+    assert profiles.load() == profiles.Profile("http://a:1", "t")
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_a_stored_token_goes_to_its_own_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
     profiles.save("default", "http://mine:1/", "secret")
     assert profiles.load(url="http://other:1").token is None
     assert profiles.load(url="http://mine:1").token == "secret"
+    profiles.save("other", "http://other:1", "its own")
+    assert profiles.load(url="http://other:1").token == "its own"
+    profiles.remove("other")
     monkeypatch.setenv("SLLM_URL", "http://other:1")
     assert profiles.load().token is None
 
@@ -76,7 +153,40 @@ def test_the_file_is_private_and_keeps_what_else_it_holds(home: Path) -> None:
     assert [each.name for each in profiles.stored()] == ["other"]
     with pytest.raises(NotFound, match="'default' is not in"):
         profiles.remove("default")
-    assert list(home.iterdir()) == [path]
+    assert sorted(home.iterdir()) == [path.with_name("profiles.lock"), path]  # the platform waits at the same lock
+
+
+def test_what_an_owner_has_written_stays(home: Path) -> None:
+    home.mkdir()
+    own = {"since": date(2026, 1, 2), "deep": {"a": 1, "b": [{"c": float("inf")}]}}
+    (home / "profiles.toml").write_text(toml({"profiles": {"mine": {"url": "http://mine:1", **own}}, **own}))
+    profiles.save("é😀", "http://other:1", None)
+    found = tomllib.loads((home / "profiles.toml").read_text())
+    assert found.pop("profiles") == {"mine": {"url": "http://mine:1", **own}, "é😀": {"url": "http://other:1"}}
+    assert found == own
+
+
+def test_a_name_that_no_file_can_hold_is_refused(home: Path) -> None:
+    profiles.save("mine", "http://mine:1", "t")
+    with pytest.raises(InvalidRequest, match="no profile's name"):
+        profiles.save(b"caf\xe9".decode("utf-8", "surrogateescape"), "http://other:1", None)
+    assert profiles.load("mine").token == "t"
+
+
+def test_those_that_change_profiles_take_turns(home: Path) -> None:
+    """Two of the SDK and two platforms, at the same moment: none is lost."""
+    home.mkdir()
+    names = [f"p{number}" for number in range(16)]
+
+    def write(number: int) -> None:
+        if number % 2:
+            profiles.save(names[number], "http://mine:1", None)
+        else:
+            claim(home, names[number], f"http://127.0.0.1:{number}", "t", home / "run", lambda _: True)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(16)))
+    assert sorted(each.name for each in profiles.stored()) == sorted(names)
 
 
 @pytest.mark.parametrize(

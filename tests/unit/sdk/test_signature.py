@@ -143,3 +143,20 @@ def test_positional_arguments_get_their_names() -> None:
     for args, kwargs in ((("a", 1, 2), {}), (("a",), {"text": "b"}), ((), {}), (("a",), {"other": 1})):
         with pytest.raises(TypeError):
             signature.named(plain, args, kwargs)
+
+
+def fills_in(model: Model, **more: Any) -> str:
+    return ""
+
+
+class Open:
+    def __call__(self, **more: Any) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(("target", "filled"), [(fills_in, "model"), (Open, "self")])
+def test_what_the_platform_fills_in_is_no_further_argument(target: Any, filled: str) -> None:
+    schema = jsonschema_rs.validator_for(signature.input_schema(target))
+    assert schema.is_valid({"other": 1})
+    assert not schema.is_valid({filled: 1})
+    assert jsonschema_rs.validator_for(signature.input_schema(open_ended)).is_valid({"text": "", filled: 1})

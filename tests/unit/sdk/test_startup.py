@@ -1,7 +1,10 @@
 """What starting costs: nothing is imported that is not used."""
 
+import json
+import os
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 
 import pytest
@@ -58,6 +61,27 @@ def test_a_verb_whose_extra_is_not_installed_names_it() -> None:
     code = f"{hide}from sllm import model_function\n@model_function\ndef f() -> int: return 1\nf.local()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "needs torch, which is not installed: pip install 'sllm[server,worker]'" in done.stderr
+
+
+def test_a_command_runs_where_there_are_few_signals() -> None:
+    """What Windows' Python lacks of what a client could use."""
+    code = """
+import os, signal, sys
+for name in ("SIGALRM", "setitimer", "pthread_sigmask"):
+    delattr(signal, name)
+sys.modules["fcntl"] = None
+del os.getuid
+from sllm.cli import main
+main()
+"""
+    with tempfile.TemporaryDirectory() as home:
+        for words in (("--version",), ("--url", "http://h", "profile", "set", "a"), ("profile", "list", "--json")):
+            done = subprocess.run(
+                [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False,
+                env={**os.environ, "SLLM_HOME": home},
+            )  # fmt: skip
+            assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["profiles"] == [{"name": "a", "url": "http://h", "token": False}]
 
 
 def test_the_version_is_the_packages() -> None:
