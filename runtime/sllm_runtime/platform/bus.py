@@ -66,15 +66,18 @@ class Bus:
         self._closing = False
 
     @classmethod
-    async def connect(cls, settings: Settings, identity: str, *, name: str, jetstream: bool = True) -> Self:
-        """Connect as ``identity``; ``name`` is shown in the server's monitoring.
+    async def connect(
+        cls, settings: Settings, identity: str, *, name: str, kind: str = "", jetstream: bool = True
+    ) -> Self:
+        """Connect as ``identity``; ``name`` is shown in the server's monitoring. ``kind``: what it is, one of
+        ``subjects.RIGHTS``, where an identity file does not say it.
 
         ``jetstream=False`` (and always a node's identity file) leaves out the check that JetStream answers: a node has
         no right to its API and needs none, since it reads bundles by direct get and publishes logs plainly.
 
         Raises ``Unavailable`` if the server or its JetStream is missing, ``Unauthorized`` if it refuses this identity.
         """
-        options = connection_options(settings, identity)
+        options = connection_options(settings, identity, kind)
         who = settings.identity()
         bus = cls(identity)
         try:
@@ -232,7 +235,7 @@ class Bus:
         to_asker: bool = False,
     ) -> Subscription:
         """Answer requests on ``subject``, each in a task of its own, at most ``concurrency`` at once. ``to_asker``: its
-        last token says who asks, and nobody else is answered.
+        last token says which node asks, and nobody else is answered.
 
         An ``SllmError`` of ``handler`` is the answer; any other exception is logged and answered ``InternalError``.
         """

@@ -6,9 +6,13 @@ for any name of that kind, and for no other kind. So a machine makes its own cre
 need not be told of it. What the account says is signed by the operator, whose key no machine has: with it a later
 release gives the same account, and so the same streams, the rights that its components need.
 
-    python -m sllm_runtime.platform.cluster_keys new DIR     the servers' accounts and all keys, once
-    python -m sllm_runtime.platform.cluster_keys renew DIR   nats/accounts anew, by operator/seed: this release's rights
-    python -m sllm_runtime.platform.cluster_keys join NAME   credentials for NAME, of the key on stdin
+    python -m sllm_runtime.platform.cluster_keys new DIR           the servers' accounts and all keys, once
+    python -m sllm_runtime.platform.cluster_keys renew DIR         nats/accounts anew, by operator/seed: this release's
+                                                                   rights
+    python -m sllm_runtime.platform.cluster_keys rotate DIR KIND   another KIND/key, beside the one of before
+    python -m sllm_runtime.platform.cluster_keys retire DIR KIND   from now on KIND/key alone: what another one has
+                                                                   signed is refused
+    python -m sllm_runtime.platform.cluster_keys join NAME         credentials for NAME, of the key on stdin
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ import json
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import nkeys
@@ -40,6 +45,8 @@ _ANSWER_WITHIN_NS: Final = 120 * 10**9
 _NO_LIMIT: Final = {"subs": -1, "data": -1, "payload": -1}
 _PLAIN: Final = {**_NO_LIMIT, "conn": -1, "leaf": 0, "imports": -1, "exports": -1, "wildcards": True}
 """Limits of an account, without JetStream."""
+Keys: TypeAlias = dict[str, tuple[str, ...]]
+"""Public keys by kind: one each, two while one is replaced."""
 
 
 class SigningKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +79,7 @@ def new_cluster(now: int) -> Cluster:
         _fresh(prefix) for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
     )
     signing = {kind: _fresh(nkeys.PREFIX_BYTE_ACCOUNT) for kind in KINDS}
-    public = {kind: _public(key) for kind, key in signing.items()}
+    public: Keys = {kind: (_public(key),) for kind, key in signing.items()}
     accounts = {
         "operator": _jwt(operator, _public(operator), "sllm", "operator", now),
         "system_account": _public(system),
@@ -89,12 +96,44 @@ def new_cluster(now: int) -> Cluster:
 def renewed(accounts: dict[str, Any], operator: str, now: int) -> dict[str, Any]:
     """The accounts of a cluster with the rights of this release, of the same keys: its streams and all credentials stay
     what they are. ``operator``: its operator's seed. Raises ``InvalidRequest`` where that is another one's."""
+    return _signed(accounts, operator, now, lambda keys: keys)
+
+
+def rotated(
+    accounts: dict[str, Any], operator: str, kind: str, old: SigningKey, now: int
+) -> tuple[dict[str, Any], SigningKey]:
+    """The accounts with another key of that kind beside ``old``, and that key. Raises ``InvalidRequest``, also where
+    there are two already."""
+    fresh = _fresh(nkeys.PREFIX_BYTE_ACCOUNT)
+
+    def beside(keys: Keys) -> Keys:
+        if keys[kind] != (_public_of(old),):
+            raise InvalidRequest(f"{kind}/key is not the only key of a {kind}: `retire {kind}` the others first")
+        return {**keys, kind: (*keys[kind], _public(fresh))}
+
+    return _signed(accounts, operator, now, beside), SigningKey(kind, old.account, fresh.seed.decode())
+
+
+def retired(accounts: dict[str, Any], operator: str, kind: str, key: SigningKey, now: int) -> dict[str, Any]:
+    """The accounts with ``key`` alone of its kind's. Raises ``InvalidRequest``, also where it is none of them."""
+
+    def alone(keys: Keys) -> Keys:
+        if _public_of(key) not in keys[kind]:
+            raise InvalidRequest(f"the account does not know {kind}/key: no {kind} could join")
+        return {**keys, kind: (_public_of(key),)}
+
+    return _signed(accounts, operator, now, alone)
+
+
+def _signed(accounts: dict[str, Any], operator: str, now: int, change: Callable[[Keys], Keys]) -> dict[str, Any]:
+    """The accounts anew, with the rights of this release. ``change``: of the keys that they have."""
     try:
         signer = nkeys.from_seed(operator.strip().encode())
         whose = _body(accounts["operator"])["iss"]
         told = {name: _body(token)["nats"] for name, token in accounts["resolver_preload"].items()}
         (name,) = (name for name, claims in told.items() if "signing_keys" in claims)
-        keys = {scope["role"]: scope["key"] for scope in told[name]["signing_keys"]}
+        scopes = told[name]["signing_keys"]
+        keys = {role: tuple(s["key"] for s in scopes if s["role"] == role) for role in (s["role"] for s in scopes)}
     except (ValueError, LookupError, TypeError, AttributeError, nkeys.NkeysError) as error:
         text = f"no accounts, or no operator's seed ({error!r}); give files that `new` wrote"
         raise InvalidRequest(text) from error
@@ -102,7 +141,7 @@ def renewed(accounts: dict[str, Any], operator: str, now: int) -> dict[str, Any]
         raise InvalidRequest("the accounts are another operator's; take the seed that was made with them")
     if missing := set(KINDS) - keys.keys():
         raise InvalidRequest(f"the account has no key of a {', '.join(sorted(missing))}: take a new cluster's")
-    preload = {**accounts["resolver_preload"], name: _account(signer, name, keys, now)}
+    preload = {**accounts["resolver_preload"], name: _account(signer, name, change(keys), now)}
     return {**accounts, "resolver_preload": preload}
 
 
@@ -133,8 +172,8 @@ def write(cluster: Cluster, directory: Path) -> None:
     """Files below ``directory`` by the names that they have in the secret store; mode 0600."""
     _write_accounts(cluster.accounts, directory)
     write_private(directory / OPERATOR, cluster.operator + "\n")
-    for kind, key in cluster.keys.items():
-        write_private(directory / kind / "key", msgspec.json.encode(key).decode() + "\n")
+    for key in cluster.keys.values():
+        _write_key(key, directory)
     sealing = base64.urlsafe_b64encode(secrets.token_bytes(SEALING_KEY_BYTES)).decode()
     write_private(directory / "controller/secrets-key", sealing + "\n")
     write_private(directory / "node/peer-token", secrets.token_urlsafe(32) + "\n")
@@ -143,22 +182,50 @@ def write(cluster: Cluster, directory: Path) -> None:
 
 def renew(directory: Path, now: int) -> None:
     """``renewed`` of what ``write`` has left below ``directory``. Raises ``InvalidRequest``."""
+    _write_accounts(renewed(*_read(directory), now), directory)
+
+
+def rotate(directory: Path, kind: str, now: int) -> None:
+    """``rotated`` of what lies below ``directory``: ``KIND/key`` is the new one then. Raises ``InvalidRequest``."""
+    accounts, key = rotated(*_read(directory), kind, _key(directory, kind), now)
+    _write_accounts(accounts, directory)
+    _write_key(key, directory)
+
+
+def retire(directory: Path, kind: str, now: int) -> None:
+    """``retired`` of what lies below ``directory``. Raises ``InvalidRequest``."""
+    _write_accounts(retired(*_read(directory), kind, _key(directory, kind), now), directory)
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], str]:
     try:
         accounts = json.loads((directory / ACCOUNTS).read_text(encoding="utf-8"))
-        operator = (directory / OPERATOR).read_text(encoding="utf-8")
+        return accounts, (directory / OPERATOR).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{ACCOUNTS} and {OPERATOR} below {directory} cannot be read: {error}") from error
-    _write_accounts(renewed(accounts, operator, now), directory)
+
+
+def _key(directory: Path, kind: str) -> SigningKey:
+    if kind not in KINDS:
+        raise InvalidRequest(f"{kind!r} is no kind of component: give one of {', '.join(KINDS)}")
+    try:
+        return read_key((directory / kind / "key").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(f"{kind}/key below {directory} cannot be read: {error}") from error
 
 
 def _write_accounts(accounts: dict[str, Any], directory: Path) -> None:
     write_private(directory / ACCOUNTS, json.dumps(accounts, indent=1) + "\n")
 
 
-def _account(operator: nkeys.KeyPair, name: str, keys: dict[str, str], now: int) -> str:
-    """The account ``name`` (its public key), with the rights of each kind by its key."""
+def _write_key(key: SigningKey, directory: Path) -> None:
+    write_private(directory / key.kind / "key", msgspec.json.encode(key).decode() + "\n")
+
+
+def _account(operator: nkeys.KeyPair, name: str, keys: Keys, now: int) -> str:
+    """The account ``name`` (its public key), with the rights of each kind by its keys."""
     stored = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
-    scopes = [_scope(kind, keys[kind]) for kind in KINDS]
+    scopes = [_scope(kind, key) for kind in KINDS for key in keys[kind]]
     return _jwt(operator, name, "sllm", "account", now, limits={**_PLAIN, **stored}, signing_keys=scopes)
 
 
@@ -170,11 +237,21 @@ def _public(key: nkeys.KeyPair) -> str:
     return str(key.public_key.decode())
 
 
+def _public_of(key: SigningKey) -> str:
+    try:
+        return _public(nkeys.from_seed(key.seed.encode()))
+    except (ValueError, nkeys.NkeysError) as error:
+        raise InvalidRequest(f"the seed of a {key.kind}'s key is none") from error
+
+
 def _scope(kind: str, key: str) -> dict[str, Any]:
     rights = subjects.RIGHTS[kind](_NAME)
     template: dict[str, Any] = {
         "pub": {"allow": [subject.replace(_NAME, _TEMPLATE) for subject in rights.publish]},
-        "sub": {"allow": [subject.replace(_NAME, _TEMPLATE) for subject in rights.subscribe]},
+        "sub": {
+            "allow": [subject.replace(_NAME, _TEMPLATE) for subject in rights.subscribe],
+            "deny": list(rights.unheard),
+        },
         **_NO_LIMIT,
     }
     if rights.allow_responses:
@@ -214,6 +291,10 @@ def main(arguments: list[str]) -> int:
                 write(new_cluster(now), Path(directory))
             case ["renew", directory]:
                 renew(Path(directory), now)
+            case ["rotate", directory, kind]:
+                rotate(Path(directory), kind, now)
+            case ["retire", directory, kind]:
+                retire(Path(directory), kind, now)
             case ["join", name]:
                 sys.stdout.write(credentials(read_key(sys.stdin.read()), name, now))
             case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import ssl
 from collections.abc import Awaitable, Callable
@@ -14,9 +15,11 @@ from nats.aio.client import Client
 
 from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.protocol import subjects
+from sllm_runtime.protocol import nats_versions, subjects
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
 from sllm_runtime.protocol.limits import MAX_MESSAGE, MIB
+
+log = logging.getLogger(__name__)
 
 _FLUSH_S = 10.0
 PENDING_BYTES = 8 * MIB
@@ -57,6 +60,9 @@ async def open_connection(
         "closed_cb": on_closed,
     }
     await _connect(client, settings, options, troubles)
+    # Not refused: a platform that runs on it would not come up again after an upgrade.
+    if problem := nats_versions.problem(version := client.connected_server_version):
+        log.error("%s at %s: %s; %s", version, settings.nats_url, problem, nats_versions.REMEDY)
     if client.max_payload < MAX_MESSAGE + 4096:
         raise Unavailable(
             f"NATS at {settings.nats_url} takes messages of {client.max_payload} bytes only; set its max_payload to 1MB"
@@ -118,13 +124,18 @@ def _refusal(settings: Settings, identity: str, text: str) -> SllmError:
     )
 
 
-def connection_options(settings: Settings, identity: str) -> dict[str, Any]:
-    """nats-py's options for this identity. Raises ``InvalidRequest`` for settings that cannot work."""
+def connection_options(settings: Settings, identity: str, kind: str) -> dict[str, Any]:
+    """nats-py's options for this identity of this ``kind`` (empty: by its identity file, and without one it is as a
+    node). Raises ``InvalidRequest`` for settings that cannot work."""
     if not settings.nats_url:
         raise InvalidRequest("SLLM_NATS_URL is not set; start the platform with `sllm up` or name a NATS server")
+    who = settings.identity()
+    if who is not None and who.identity != identity:
+        raise InvalidRequest(f"SLLM_IDENTITY_FILE is for {who.identity}, this is {identity}")
+    kind = (who.kind if who is not None else "") or kind or subjects.NODE
     options: dict[str, Any] = {
         "servers": settings.nats_url.split(","),
-        "inbox_prefix": subjects.inbox(identity),
+        "inbox_prefix": subjects.inbox(kind, identity),
         "max_reconnect_attempts": -1,
         # Spread, so that a restarted server does not meet all of them in the same millisecond.
         "reconnect_time_wait": random.uniform(0.05, 0.25),
@@ -133,9 +144,6 @@ def connection_options(settings: Settings, identity: str) -> dict[str, Any]:
         "ping_interval": _PING_S,
         "connect_timeout": CONNECT_S,
     }
-    who = settings.identity()
-    if who is not None and who.identity != identity:
-        raise InvalidRequest(f"SLLM_IDENTITY_FILE is for {who.identity}, this is {identity}")
     if who is not None and who.user is not None:
         options |= {"user": who.user, "password": who.password}
     if settings.nats_creds is not None:
@@ -186,7 +194,7 @@ def _no_jetstream(settings: Settings, identity: str, error: nats.errors.Error) -
         )
     return Unavailable(
         f"JetStream at {settings.nats_url} does not answer {identity} within {ELECTION_S:g} s ({_why(error)}); check"
-        " that most of its servers run, and its permissions for $JS.API.INFO"
+        " that most of its servers run, and its permissions for $JS.API.INFO and for its own inbox"
     )
 
 

@@ -78,7 +78,8 @@ def new_identity(kind: str, identity: str) -> Identity:
 def permissions(identity: Identity) -> dict[str, Any]:
     """The rights of ``identity`` as nats-server writes them."""
     rights = subjects.RIGHTS[identity.kind](identity.identity)
-    allowed: dict[str, Any] = {"publish": list(rights.publish), "subscribe": list(rights.subscribe)}
+    subscribe = {"allow": list(rights.subscribe), "deny": list(rights.unheard)}
+    allowed: dict[str, Any] = {"publish": list(rights.publish), "subscribe": subscribe}
     if rights.allow_responses:
         # One answer to each request, within the longest long poll.
         allowed["allow_responses"] = {"max": 1, "expires": "2m"}

@@ -109,7 +109,7 @@ class Server(Generic[Q]):
         *,
         to_asker: bool = False,
     ) -> None:
-        """``to_asker``: the last token of a request's subject says who asks, and nobody else is answered."""
+        """``to_asker``: the last token of a request's subject says which node asks, and nobody else is answered."""
         self.tasks = Tasks(f"serve {subject}")
         self._outbox = outbox
         self._subject = subject
@@ -121,8 +121,7 @@ class Server(Generic[Q]):
     async def handle(self, message: Msg) -> None:
         """Begin to answer ``message``; above ``concurrency`` the answer is ``Unavailable``. What names another subject
         than an inbox is not answered: whoever asks may not speak there, or it would."""
-        to = subjects.inbox(message.subject.rpartition(".")[2]) + "." if self._to_asker else subjects.INBOXES
-        if message.reply and not message.reply.startswith(to):
+        if message.reply and not message.reply.startswith(self._inbox(message.subject)):
             log.warning("a request on %s is refused: its answer is wanted at %s", message.subject, message.reply)
             return
         if len(self.tasks) >= self._concurrency:
@@ -130,6 +129,10 @@ class Server(Generic[Q]):
             await self._answer(message, Reply(error=busy.body()))
             return
         self.tasks.start(self._serve(message), "request")
+
+    def _inbox(self, subject: str) -> str:
+        """What the answer's subject has to begin with."""
+        return f"{subjects.inbox(subjects.NODE, subject.rpartition('.')[2])}." if self._to_asker else subjects.INBOXES
 
     async def _serve(self, message: Msg) -> None:
         with trace.within((message.headers or {}).get(trace.HEADER, "")):

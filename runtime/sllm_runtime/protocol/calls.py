@@ -49,7 +49,7 @@ class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
     usage: bool = False
     choices: int = 1
     streams: bool | None = None
-    """Whether its function is a generator; None in entries of earlier releases: then its version says so."""
+    """``Handler.streams`` of its version; None in entries of earlier releases: then the version itself says so."""
     key: str = ""
     """Of its ``KeyClaim``, with that one's ``body``."""
     key_body: bytes = b""
@@ -102,6 +102,8 @@ class Ended(Record, frozen=True, kw_only=True, tag="ended"):
     error: ErrorBody | None = None
     usage: Usage | None = None
     frames: int = -1
+    yielded: bool | None = None
+    """As ``End`` has it."""
 
 
 class Kept(Record, frozen=True, kw_only=True, tag="kept"):

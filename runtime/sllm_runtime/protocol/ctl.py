@@ -187,8 +187,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
 
 
-class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A model by digest, or by an unambiguous beginning of its hex digits."""
+class ModelRef(Ending, frozen=True, kw_only=True):
+    """A model by digest, or by an unambiguous beginning of its hex digits; ``again`` is about ``delete``."""
 
     digest: str
     verb: Literal["describe", "validate", "delete"] = "describe"

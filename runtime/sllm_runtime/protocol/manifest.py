@@ -129,7 +129,8 @@ class Handler(Frozen):
     """``module:attribute`` inside the bundle, or ``pickle:`` for a cloudpickled object."""
     kind: HandlerKind
     streams: bool
-    """Whether a call yields values (a generator, or a class whose call method is one)."""
+    """Whether a call yields values, as far as its hints tell (a generator, or a class whose call method is one); a
+    worker says of each call whether it did (``End.yielded``)."""
     input_schema: Annotated[dict[str, Any], AfterValidator(_input_schema)] = Field(
         default_factory=lambda: {"type": "object"}
     )

@@ -63,6 +63,8 @@ class VersionRecord(Record, frozen=True, kw_only=True):
     error: ErrorBody | None = None
     request: str = ""
     """The last ``Deploy.request`` that made it or gave it the route: so another controller knows what became of it."""
+    requests: tuple[str, ...] = ()
+    """The last few of them, the newest last; of a controller of before there is ``request`` alone."""
 
 
 class FunctionRecord(Record, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -76,6 +76,12 @@ def logs_of(function: str) -> str:
     return f"sllm.logs.*.{token(function)}"
 
 
+def of_log(subject: str) -> tuple[str, str]:
+    """Node and function of a subject that ``logs`` made."""
+    _, _, node, function = subject.split(".")
+    return node, function
+
+
 def events_by(component: str, identity: str) -> str:
     """What one identity may tell: filter, and the subject that earlier releases told everything by."""
     return f"sllm.events.{token(component)}.{token(identity)}"
@@ -96,6 +102,27 @@ def events_of(kind: str = "", function: str = "", call: str = "") -> tuple[str, 
     first, _, second = kind.partition(".")
     words = (first, second, function, call)
     return f"sllm.events.*.*.{'.'.join(token(word) if word else '*' for word in words)}", "sllm.events.*.*"
+
+
+class Told(NamedTuple):
+    """Who tells an event, and what it is of. ``kind`` is empty where the subject does not say that."""
+
+    component: str
+    identity: str
+    kind: str = ""
+    function: str | None = None
+    call: str | None = None
+
+
+def of_event(subject: str) -> Told | None:
+    """Of a subject that ``event`` or ``events_by`` made; None: of no such one."""
+    _, _, component, identity, *rest = subject.split(".")
+    if not rest:
+        return Told(component, identity)
+    if len(rest) != 4:
+        return None
+    function, call = (None if word == NOBODY else word for word in rest[2:])
+    return Told(component, identity, ".".join(rest[:2]), function, call)
 
 
 NOBODY: Final = "_"
@@ -261,15 +288,28 @@ class Rights(msgspec.Struct, frozen=True):
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     allow_responses: bool = True
+    unheard: tuple[str, ...] = ()
+    """What it may not subscribe to whatever ``subscribe`` says: who signs its own credentials may sign any name, also
+    one that is no token."""
 
 
+NODE: Final = "node"
 INBOXES: Final = "_INBOX_"
 """Prefix of everybody's inboxes."""
 
 
-def inbox(identity: str) -> str:
-    """Prefix of an identity's reply inboxes; nobody else may listen there."""
-    return f"{INBOXES}{token(identity)}"
+def inbox(kind: str, identity: str) -> str:
+    """Prefix of an identity's reply inboxes: nobody else may listen there, and no node, whatever name its key signs
+    (decision 0062).
+
+    A node's is the one that everybody had in the release before, whose gateways answer it nowhere else, and whose
+    servers let it listen nowhere else."""
+    return f"{INBOXES}{token(identity)}" if kind == NODE else f"{INBOXES}.{token(kind)}.{token(identity)}"
+
+
+def _inboxes(kind: str, identity: str) -> tuple[str, str]:
+    """Its own, and (until the next release) the one that a component of the release before listens to."""
+    return f"{inbox(kind, identity)}.>", f"{INBOXES}{token(identity)}.>"
 
 
 def _telling(component: str, identity: str) -> tuple[str, str]:
@@ -290,7 +330,7 @@ def controller_rights(identity: str) -> Rights:
             DECISIONS,
             *_telling("controller", identity),
         ),
-        subscribe=(f"{CTL}.>", STATUS_ALL, f"{inbox(identity)}.>"),
+        subscribe=(f"{CTL}.>", STATUS_ALL, *_inboxes("controller", identity)),
     )
 
 
@@ -338,7 +378,7 @@ def gateway_rights(identity: str) -> Rights:
             EXPLAIN_CALL,
             READING,
             READ_BUNDLES,
-            f"{inbox(identity)}.>",
+            *_inboxes("gateway", identity),
         ),
     )
 
@@ -359,19 +399,21 @@ def node_rights(identity: str) -> Rights:
             f"sllm.open.{token(identity)}.*",
             f"sllm.call.{token(identity)}.*",
             LEADER,
-            f"{inbox(identity)}.>",
+            f"{inbox(NODE, identity)}.>",
         ),
+        unheard=(f"{INBOXES}.>",),
     )
 
 
 def platform_rights(identity: str) -> Rights:
     """``sllm up``: its events, nothing else."""
-    return Rights(publish=_telling("platform", identity), subscribe=(f"{inbox(identity)}.>",), allow_responses=False)
+    telling, subscribe = _telling("platform", identity), (f"{inbox('platform', identity)}.>",)
+    return Rights(publish=telling, subscribe=subscribe, allow_responses=False)
 
 
 RIGHTS: Final = {
     "controller": controller_rights,
     "gateway": gateway_rights,
-    "node": node_rights,
+    NODE: node_rights,
     "platform": platform_rights,
 }

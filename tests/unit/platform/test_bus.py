@@ -13,7 +13,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.streams import BUNDLE_STREAM, ensure_streams
-from sllm_runtime.protocol import codec, subjects
+from sllm_runtime.protocol import codec, nats_versions, subjects
 from sllm_runtime.protocol.errors import (
     DeadlineExceeded,
     FunctionNotFound,
@@ -286,6 +286,16 @@ async def test_no_access_without_or_with_a_wrong_password(nats: Nats) -> None:
         await Bus.connect(nats.settings(NODE), NODE_2, name="test")
 
 
+async def test_a_server_whose_rights_do_not_hold_is_named(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await nats.bus(CONTROLLER)
+    assert "CVE" not in caplog.text
+    monkeypatch.setattr(nats_versions, "_HOLES", (((2, 0, 0), (99, 0, 0)),))
+    await nats.bus(GATEWAY)
+    assert f"at {nats.url}: it sends traces to whatever subject a message names" in caplog.text
+
+
 async def _denied(bus: Bus, listener: Bus, subject: str) -> bool:
     """Whether what ``bus`` publishes to ``subject`` fails to reach the right listener there."""
     got: list[object] = []
@@ -320,7 +330,7 @@ async def test_a_gateway_speaks_only_for_itself_and_cannot_command_nodes(nats: N
 @pytest.mark.parametrize(
     "subject",
     [
-        f"{subjects.inbox(GATEWAY)}.>",
+        f"{subjects.inbox('gateway', GATEWAY)}.>",
         subjects.frames(GATEWAY, NODE),
         subjects.node_command(NODE_2, "start"),
         "sllm.>",
@@ -378,6 +388,7 @@ async def test_a_node_has_no_answer_sent_to_where_it_may_not_speak(nats: Nats) -
     await other.subscribe_raw(to, hear)
     await other.flush()
     await node.jetstream._nc.publish(f"$JS.API.DIRECT.GET.OBJ_{subjects.BUNDLES}", b"", reply=to)
+    await node.jetstream._nc.publish(subjects.status(NODE), b"", headers={"Nats-Trace-Dest": to})
     await node.flush()
     with pytest.raises(NotFoundError):  # JetStream has answered what came after it
         await controller.jetstream.get_last_msg(BUNDLE_STREAM, "none", direct=True)

@@ -56,4 +56,7 @@ async def test_a_restart_is_an_event_also_when_it_cannot_be_told_at_once(nats: N
 async def test_the_platform_s_own_user_can_tell_events_and_nothing_else(nats: Nats, tmp_path: Path) -> None:
     rights = nats.server._config()["authorization"]["users"]
     (own,) = [user["permissions"] for user in rights if user["user"] == UP]
-    assert own == {"publish": ["sllm.events.platform.up", "sllm.events.platform.up.>"], "subscribe": ["_INBOX_up.>"]}
+    assert own == {
+        "publish": ["sllm.events.platform.up", "sllm.events.platform.up.>"],
+        "subscribe": {"allow": ["_INBOX_.platform.up.>"], "deny": []},
+    }

@@ -28,7 +28,7 @@ from sllm_runtime.platform.process import Child
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.errors import InvalidRequest, SllmError
+from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized
 from sllm_runtime.protocol.subjects import Rights
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -69,9 +69,12 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 
 async def test_each_kind_has_its_rights_under_its_own_name(server: Server) -> None:
-    controller = await Bus.connect(server.settings("controller", "c1"), "c1", name="test")
+    controller = await Bus.connect(server.settings("controller", "c1"), "c1", name="test", kind="controller")
     assert await (await StateStore.open(controller, create=True)).elect("c1") == 1
     await controller.close()
+    gateway = await Bus.connect(server.settings("gateway", "g1"), "g1", name="test", kind="gateway")
+    assert gateway.new_inbox().startswith("_INBOX_.gateway.g1.")
+    await gateway.close()
 
     text = await refused(
         server.settings("node", "n1"),
@@ -89,12 +92,12 @@ async def refused(settings: Settings, name: str, *, publish: Sequence[str], subs
     said: list[str] = []
 
     async def told(error: Exception) -> None:
-        said.append(str(error))
+        if not isinstance(error, OSError):  # it may not listen yet
+            said.append(str(error))
 
     connection = await nats.connect(
         str(settings.nats_url),
         user_credentials=str(settings.nats_creds),
-        inbox_prefix=subjects.inbox(name),
         error_cb=told,
         connect_timeout=int(GIVE_UP_S),
     )
@@ -108,6 +111,29 @@ async def refused(settings: Settings, name: str, *, publish: Sequence[str], subs
     return said
 
 
+@pytest.mark.parametrize("other", ["controller", "gateway"])
+@pytest.mark.parametrize("name", ["c1", ".{other}.c1", "", ".*.c1"])
+async def test_no_name_makes_a_node_hear_what_another_kind_is_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch, other: str, name: str
+) -> None:
+    """Whoever has the nodes' key signs names as it likes, also such as we make none."""
+    name = name.format(other=other)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(subjects, "token", lambda text: text)
+        settings = server.settings("node", name)
+    its = subjects.inbox(other, "c1")
+    wanted = (f"{its}.>", f"{its}.*", f"{its}.x", "_INBOX_.>", "_INBOX_.*.c1.>", "_INBOX_.*.*.*", f"_INBOX_.{other}.>")
+    said = await refused(settings, name, publish=(), subscribe=wanted)
+    assert len(said) == len(wanted), said
+
+
+@pytest.mark.parametrize("kind", ["controller", "gateway"])
+async def test_a_component_of_the_release_before_hears_its_answers(server: Server, kind: str) -> None:
+    """Its inbox has its name alone, as a node's; the servers have this release's rights before it."""
+    settings = server.settings(kind, "c1")
+    assert await refused(settings, "c1", publish=(), subscribe=("_INBOX_c1.>", f"{subjects.inbox(kind, 'c1')}.>")) == []
+
+
 async def test_the_key_of_another_cluster_is_refused(server: Server) -> None:
     with pytest.raises(SllmError, match="SLLM_NATS_CREDS"):
         await Bus.connect(server.settings("node", "n1", new_cluster(1)), "n1", name="test", jetstream=False)
@@ -119,7 +145,7 @@ async def test_a_later_release_has_its_rights_in_the_same_account(
     """With the credentials and the state of before."""
 
     def of_before(name: str) -> Rights:
-        return Rights(publish=("$JS.API.INFO",), subscribe=(f"{subjects.inbox(name)}.>",))
+        return Rights(publish=("$JS.API.INFO",), subscribe=(f"_INBOX_{name}.>",))
 
     with monkeypatch.context() as before:
         before.setattr(subjects, "RIGHTS", {**subjects.RIGHTS, "gateway": of_before})
@@ -145,6 +171,52 @@ async def test_a_later_release_has_its_rights_in_the_same_account(
         assert await elected() == 2
         assert await refused(gateway, "g1", publish=(), subscribe=(subjects.LEADER,)) == []
         assert len(await refused(gateway, "g1", publish=(), subscribe=(subjects.node_command("n1", "start"),))) == 1
+
+
+async def test_a_key_is_replaced_while_both_are_good_and_then_the_old_one_is_none(tmp_path: Path) -> None:
+    """In the same account; other kinds' keys stay."""
+    secrets = tmp_path / "secrets"
+    write(CLUSTER, secrets)
+    server = Server(tmp_path)
+
+    def accounts() -> Cluster:
+        return dataclasses.replace(CLUSTER, accounts=json.loads((secrets / "nats/accounts").read_text()))
+
+    async def joins(cluster: Cluster, kind: str = "node") -> bool:
+        try:
+            bus = await Bus.connect(server.settings(kind, "n1", cluster), "n1", name="test", jetstream=False)
+        except Unauthorized:
+            return False
+        await bus.close()
+        return True
+
+    assert main(["rotate", str(secrets), "node"]) == 0
+    key = read_key((secrets / "node/key").read_text())
+    after = dataclasses.replace(CLUSTER, keys={**CLUSTER.keys, "node": key})
+    assert main(["renew", str(secrets)]) == 0
+    async with server.running(accounts()):
+        assert [await joins(cluster) for cluster in (CLUSTER, after)] == [True, True]
+    assert main(["rotate", str(secrets), "node"]) == 1, "one after the other"
+    assert main(["retire", str(secrets), "node"]) == 0
+    async with server.running(accounts()):
+        assert [await joins(cluster) for cluster in (CLUSTER, after)] == [False, True]
+        assert await joins(CLUSTER, "gateway")
+
+
+def test_what_cannot_be_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(CLUSTER, tmp_path)
+    write(new_cluster(1), tmp_path / "another")
+    (tmp_path / "node/key").write_text((tmp_path / "another/node/key").read_text())
+    (tmp_path / "controller/key").unlink()
+    for verb, kind, why in (
+        ("rotate", "operator", "no kind of component"),
+        ("rotate", "node", "not the only key"),
+        ("retire", "node", "the account does not know node/key"),
+        ("retire", "gateway", ""),
+        ("rotate", "controller", "cannot be read"),
+    ):
+        assert main([verb, str(tmp_path), kind]) == int(bool(why))
+        assert why in capsys.readouterr().err
 
 
 def test_what_cannot_be_renewed(tmp_path: Path) -> None:
@@ -206,3 +278,4 @@ def test_the_rights_are_those_of_the_protocol(kind: str) -> None:
     rights = subjects.RIGHTS[kind]("n1")
     for direction, wanted in (("pub", rights.publish), ("sub", rights.subscribe)):
         assert [subject.replace("{{name()}}", "n1") for subject in scope[direction]["allow"]] == list(wanted)
+    assert scope["sub"]["deny"] == list(rights.unheard)

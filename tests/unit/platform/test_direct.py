@@ -139,7 +139,7 @@ async def test_answers_come_straight_to_who_waits(nats: Nats) -> None:
     assert await gateway.call(subject, Ping(7), Ping, timeout_s=GIVE_UP_S) == Ping(7)
     assert await gateway.call(subject, Ping(8), Ping, timeout_s=GIVE_UP_S) == Ping(8)
     assert len(set(heard)) == 2
-    assert all(reply.startswith(subjects.inbox(GATEWAY)) for reply in heard)
+    assert all(reply.startswith(subjects.inbox("gateway", GATEWAY)) for reply in heard)
 
 
 async def test_a_flush_that_was_given_up_does_not_end_the_connection(
