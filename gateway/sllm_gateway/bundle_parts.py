@@ -15,7 +15,7 @@ _QUEUE: Final = "bundles"
 
 
 class BundleParts:
-    """``start`` before use."""
+    """Serves parts of bundles to invokers over NATS. ``start`` before use."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

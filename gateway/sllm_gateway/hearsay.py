@@ -25,7 +25,7 @@ ASK_S: Final = 1.0
 
 
 class Hearsay:
-    """``start`` before use."""
+    """What this gateway is told of other gateways' lives. ``start`` before use."""
 
     def __init__(self, bus: Bus, gateway: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._bus, self._gateway, self._clock = bus, gateway, clock

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, TypeAlias
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from sllm_gateway.openai.requests import ChatRequest, CompletionRequest
 from sllm_runtime.protocol import http
 from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.openai_requests import ChatRequest, CompletionRequest
 
 Schema: TypeAlias = dict[str, Any]
 Mode: TypeAlias = Literal["validation", "serialization"]

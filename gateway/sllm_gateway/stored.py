@@ -13,12 +13,11 @@ import nats.js.errors
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
-from sllm_runtime.platform.streams import STORE_FAILED
+from sllm_runtime.platform.streams import STORE_FAILED, WRONG_SEQUENCE
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import StoreFull, Unavailable
 
 _T = TypeVar("_T")
-_WRONG_SEQUENCE: Final = (10071, 10164)
 _AGAIN_S: Final = 0.2
 _TRY_S: Final = 2.0
 
@@ -70,7 +69,7 @@ class Stored:
             except nats.js.errors.APIError as error:
                 if error.err_code == STORE_FAILED and "maximum" in (error.description or ""):
                     raise StoreFull(f"{subject} is not stored: {error.description}; call again later") from error
-                if where is None or error.err_code not in _WRONG_SEQUENCE or await self._holds(where):
+                if where is None or error.err_code not in WRONG_SEQUENCE or await self._holds(where):
                     raise
                 raise Changed from error
             return stored.seq

@@ -26,7 +26,7 @@ OVERTAKES: Final = 32
 
 
 class Tempo:
-    """Of both sides of one move that began at ``now``."""
+    """The token intervals of both sides of one move that began at ``now``."""
 
     def __init__(self, now: float) -> None:
         self.interval = 0.0

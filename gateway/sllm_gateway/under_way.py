@@ -57,7 +57,7 @@ def _stepped(moves: Sequence[Move], now: float) -> bool:
 
 
 class UnderWay:
-    """Those whose destination does not have them yet. One move a call."""
+    """The calls that are moving: open at their destination, still served by their source. At most one move a call."""
 
     def __init__(self) -> None:
         self._moves: dict[str, tuple[Call, Move]] = {}

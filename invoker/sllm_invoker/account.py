@@ -14,7 +14,7 @@ from sllm_runtime.protocol.worker import Heartbeat, Ready, Stage
 
 
 class Account:
-    """Of one instance, from its order to its end. What its worker says is bounded here."""
+    """What a node reports of one instance, from its order to its end. What its worker says is bounded here."""
 
     def __init__(self, order: StartInstance) -> None:
         self._order = order

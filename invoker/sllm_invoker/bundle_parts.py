@@ -22,7 +22,7 @@ AGAIN_S: Final = 0.25
 
 
 class BundleReader:
-    """Of ``node``."""
+    """Fetches parts of bundles for ``node``: by a gateway, or from JetStream itself where none answers."""
 
     def __init__(self, bus: Bus, node: str) -> None:
         self._bus, self._subject = bus, subjects.read_bundle(node)

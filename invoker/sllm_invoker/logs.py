@@ -153,7 +153,7 @@ def _close(file: _File) -> None:
 
 @dataclass(frozen=True)
 class Writer:
-    """Whose lines these are."""
+    """Who wrote a line: node, instance, function and version."""
 
     function: str
     version: int

@@ -9,7 +9,7 @@ from sllm_invoker.sandbox import Sandbox
 
 
 class Output:
-    """Read from now on."""
+    """Copies a worker's stdout and stderr to its instance's log, from its construction on."""
 
     def __init__(self, sandbox: Sandbox, log: InstanceLog) -> None:
         self._sandbox = sandbox

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class LearntDigests:
-    """Of one model, kept in ``path``; "" where a chunk has not been loaded yet. Used in one thread at a time.
+    """The digests of one model's chunks, kept in ``path``; "" where a chunk has not been loaded yet. Used in one
+    thread at a time.
 
     A file that is lost or broken costs nothing but that the next load notes them again.
     """

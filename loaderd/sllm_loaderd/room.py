@@ -84,7 +84,7 @@ class Room:
         kept += [f"reserved {others}"] if (others := self._reserved_by_others(digest)) else []
         return PoolExhausted(
             f"{digest[:19]} needs {nbytes} bytes of the pool of {status.limit}; the rest is held by:"
-            f" {', '.join(kept) or 'nothing, the pool is too small'}. Stop instances, unpin, or raise --pool-bytes",
+            f" {', '.join(kept) or 'nothing, the pool is too small'}. Stop instances, or raise --pool-bytes",
             field="pool",
             retry_after_s=1.0,
         )

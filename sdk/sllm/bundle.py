@@ -20,13 +20,10 @@ from sllm import ignore, pickled
 from sllm.doctor.software import EXTRAS
 from sllm.function import ModelFunction
 from sllm_runtime.protocol.errors import BodyTooLarge, InvalidBundle
-from sllm_runtime.protocol.limits import MAX_BUNDLE
-from sllm_runtime.protocol.manifest import TARGET_ATTRIBUTE, Manifest
+from sllm_runtime.protocol.limits import MAX_BUNDLE, MAX_BUNDLE_FILES
+from sllm_runtime.protocol.manifest import PICKLE_ENTRY, PICKLE_NAME, TARGET_ATTRIBUTE, Manifest
 from sllm_runtime.protocol.quantities import show_bytes
 
-PICKLE_NAME: Final = "function.pkl"
-PICKLE_ENTRY: Final = "pickle:"
-MAX_FILES: Final = 10_000
 MANY_FILES: Final = 200
 MUCH: Final = 5 << 20
 """Bytes. A bundle above this, or of more than ``MANY_FILES``, may hold what nobody meant to send."""
@@ -166,8 +163,10 @@ def _walked(root: Path, models: tuple[Path, ...], include: tuple[str, ...], outs
     names: list[str] = []
     for name in ignore.files(root, ignore.spec(root, also), outside):
         names.append(name)
-        if len(names) > MAX_FILES:
-            raise InvalidBundle(f"more than {MAX_FILES} files below {root}; list what is not needed in .sllmignore")
+        if len(names) > MAX_BUNDLE_FILES:
+            raise InvalidBundle(
+                f"more than {MAX_BUNDLE_FILES} files below {root}; list what is not needed in .sllmignore"
+            )
     return names
 
 

@@ -14,12 +14,13 @@ from sllm_gateway.errors import quoted
 from sllm_gateway.keeping import wish_of
 from sllm_gateway.lookup import Lookup
 from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
-from sllm_gateway.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest, read
+from sllm_gateway.openai.requests import read, warnings
 from sllm_gateway.routes.calling import Caller
 from sllm_gateway.table import RouteTable, Version
 from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, VersionNotFound
 from sllm_runtime.protocol.openai import model_name
+from sllm_runtime.protocol.openai_requests import ChatRequest, CompletionRequest, OpenAIRequest
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ class _CallRoute:
         body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
         request = await self._read(body)
         version = await find_model(caller.lookup, request.model)
-        if warnings := request.warnings:
-            log.info("%s", scope["path"], extra={"call": call_id, "warnings": warnings})
+        if ignored := warnings(request):
+            log.info("%s", scope["path"], extra={"call": call_id, "warnings": ignored})
         kind, prefix = ("chat", "chatcmpl") if self.chat else ("completion", "cmpl")
         stream = bool(request.stream)
         order = caller.order(

@@ -31,7 +31,7 @@ class Controller:
 
 @dataclass(frozen=True)
 class Group:
-    """One container's."""
+    """The control group files of one container."""
 
     memory: Controller
     cpu: Controller

@@ -121,7 +121,7 @@ def system_digest() -> str:
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what images made of this installation hold, in hex."""
+    """Hex digests of what an image made of this installation holds; equal digests, equal contents."""
 
     system: str
     base: str

@@ -91,7 +91,7 @@ class Copying:
         used, limit = ssd.status()
         raise Unavailable(
             f"the SSD tier has no room for {show_bytes(model.index.partitions[rank].nbytes)} of {digest[:19]}:"
-            f" {show_bytes(used)} of {show_bytes(limit)} are in use; raise --ssd-bytes, or unpin models there"
+            f" {show_bytes(used)} of {show_bytes(limit)} are in use; raise --ssd-bytes, or delete models there"
         )
 
 

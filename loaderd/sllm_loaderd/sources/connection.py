@@ -27,7 +27,7 @@ _KEPT: Final = "/%:@!$&'()*+,;=~?[]"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whom to connect to."""
+    """The scheme, host and port that a connection goes to."""
 
     secure: bool
     host: str

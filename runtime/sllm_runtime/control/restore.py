@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """All records, by key."""
+    """All records of the state, by key."""
 
     functions: dict[str, FunctionRecord]
     versions: dict[str, VersionRecord]

@@ -24,7 +24,8 @@ FIRST: Final = 32
 
 
 class Turns(Generic[W]):
-    """Of one plan, among those that look for a place: versions by their keys, or migrations by their sources."""
+    """How many places one plan looks for, shared among those that need one: versions by their keys, or migrations by
+    their sources."""
 
     def __init__(self, before: View, taken: frozenset[W], *, most: int = MOST, first: int = FIRST) -> None:
         """``before``: what the plan before has made. ``taken``: who has had its turn since all had."""

@@ -139,7 +139,6 @@ class Bus:
         type_: type[T],
         handler: Callable[[T, str], Awaitable[None] | None],
         *,
-        queue: str = "",
         pending_messages: int = _PENDING_MESSAGES,
     ) -> Subscription:
         """Call ``handler(message, subject)`` for each message, one after another. Its exceptions are logged.
@@ -162,7 +161,7 @@ class Bus:
                 self._run(self._reconnected, "caught up")
 
         subscription = Subscription(subject)
-        await self._queued(subscription, handle, queue, pending_messages)
+        await self._queued(subscription, handle, most=pending_messages)
         return subscription
 
     async def listen(self, subject: str, handler: Callable[[str, str, bytes], None]) -> Subscription:

@@ -32,7 +32,6 @@ from sllm_runtime.platform.up import Platform, require_disk
 from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
 from sllm_runtime.protocol.profiles import profile_name
 
-_DETACH_S: Final = 90.0
 _DOWN_S: Final = 15.0
 
 Nodes = Annotated[int, typer.Option("--nodes", min=0, max=64, help="Nodes on this machine; they share nothing.")]

@@ -21,7 +21,14 @@ import nats.js.errors
 from nats.js.api import RawStreamMsg
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.streams import STATE_STREAM, STORE_FAILED, WITHIN_S, await_streams, ensure_streams
+from sllm_runtime.platform.streams import (
+    STATE_STREAM,
+    STORE_FAILED,
+    WITHIN_S,
+    WRONG_SEQUENCE,
+    await_streams,
+    ensure_streams,
+)
 from sllm_runtime.platform.watch import Last, Watch, is_deletion, last_messages
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import NotStorable, ProtocolError, StaleTerm, StoreFull, Unavailable
@@ -35,7 +42,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SUBJECT = f"$KV.{STATE}."
-_WRONG_SEQUENCE = (10071, 10164)
 _FOR_GOOD = (10054, 10097)
 """The stream takes no message, or no headers, of that size."""
 _HEADERS = 4 * KIB
@@ -318,7 +324,7 @@ class StateStore:
         try:
             answer = await self._bus.jetstream.publish(_SUBJECT + key, data, timeout=_TRY_S, headers=headers)
         except nats.js.errors.APIError as error:
-            if error.err_code in _WRONG_SEQUENCE:
+            if error.err_code in WRONG_SEQUENCE:
                 raise _Refused(error.description) from error
             if error.err_code in _FOR_GOOD:
                 raise _not_storable(key, f"it has {show_bytes(len(data))}: {error.description}") from error

@@ -33,6 +33,8 @@ DECISIONS_KEPT: Final = 64
 _OVERHEAD: Final = 32 * MIB
 """Of a store: what messages take beside what they hold."""
 _DAY_S: Final = 24 * 3600.0
+WRONG_SEQUENCE: Final = (10071, 10164)
+"""JetStream's codes for a message whose expected last sequence, of its subject or of the fence, is another one."""
 STORE_FAILED: Final = 10077
 """JetStream's code for a stream, or a store, that takes no more."""
 _NAME_IN_USE: Final = 10058

@@ -75,7 +75,8 @@ class Locate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """Its route is written, or about to be: calls go to ``version``. Otherwise the error says what there is not."""
+    """Answer of ``locate``: calls go to ``version``, whose route is written, or about to be. Where there is none the
+    answer is the error that says what there is not."""
 
     version: int
 
@@ -443,7 +444,7 @@ class SecretList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nothing(msgspec.Struct, frozen=True, kw_only=True):
-    """No arguments."""
+    """The arguments of a verb that takes none."""
 
 
 TELLING: Final[Mapping[str, float]] = {

@@ -164,10 +164,6 @@ class BodyTimeout(InvalidRequest):
     exit_code = 5
 
 
-class NotAcceptable(InvalidRequest):
-    code, status = "not_acceptable", 406
-
-
 class MethodNotAllowed(InvalidRequest):
     code, status = "method_not_allowed", 405
 

@@ -18,6 +18,7 @@ MAX_PART: Final = 256 * KIB
 """Bodies and outputs above this travel as several frames."""
 MAX_BODY: Final = 32 * MIB
 MAX_BUNDLE: Final = 100 * MIB
+MAX_BUNDLE_FILES: Final = 20_000
 WINDOW: Final = 1 * MIB
 """Bytes of one call that may be in flight or buffered for its reader, as credit counts them."""
 FRAME_COST: Final = 64

@@ -58,7 +58,7 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
 
 
 class More(msgspec.Struct, frozen=True, kw_only=True, tag="more"):
-    """What has come since."""
+    """What a stream has brought since it was last told."""
 
     call: str
     epoch: int
@@ -71,7 +71,7 @@ class More(msgspec.Struct, frozen=True, kw_only=True, tag="more"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """It has ended."""
+    """A stream that has ended."""
 
     call: str
 

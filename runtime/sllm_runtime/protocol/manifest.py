@@ -26,6 +26,9 @@ MAX_PLACE: Final = 2048
 MAX_ADAPTERS: Final = 256
 """LoRA adapters of a function."""
 
+PICKLE_ENTRY: Final = "pickle:"
+"""A handler's entry where the function travels by itself, pickled, as ``PICKLE_NAME`` of its bundle."""
+PICKLE_NAME: Final = "function.pkl"
 TARGET_ATTRIBUTE: Final = "__sllm_target__"
 """Attribute by which a decorated object gives the worker the user's own function or class."""
 MODEL_PARAMETER: Final = "model"

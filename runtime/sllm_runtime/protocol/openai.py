@@ -26,11 +26,6 @@ MAX_GRAMMAR: Final = 128 * 1024
 """Characters of a schema, or of those of all tools together: reading it holds up the instance's other calls."""
 MAX_OUTPUTS: Final = 512
 """Continuations of all prompts of one request: more would leave no room for others in the engine's queue."""
-OWN_FIELDS: Final = frozenset(
-    {"top_k", "min_p", "repetition_penalty", "stop_ids", "ignore_eos", "min_tokens", "bad_words", "regex",
-     "chat_template_kwargs"}
-)  # fmt: skip
-"""What the engine takes beside OpenAI's own."""
 WITHOUT_MEANING: Final = frozenset(
     {"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier",
      "prediction"}

@@ -22,15 +22,15 @@ _END: Final = FrameKind.END  # an enum's member is found through its class: for 
 class Outbox:
     """The sending side of one stream. ``limit``: bytes that may be sent before the first acknowledgement."""
 
-    def __init__(self, limit: int = limits.WINDOW, *, start: int = 0) -> None:
+    def __init__(self, limit: int = limits.WINDOW) -> None:
         self.limit = limit
-        self.next_index = start
+        self.next_index = 0
         """Index the next pushed frame gets."""
-        self.acked = start
+        self.acked = 0
         self.pushed_bytes = 0
         """Bytes of all frames but the end, which needs no credit."""
         self._unacked: deque[Frame] = deque()
-        self._cursor = start
+        self._cursor = 0
         """Next index to be sent; a resend moves it back."""
         self.sent_bytes = 0
         """Cumulative bytes of the frames that were taken to be sent; a resend takes them back."""
@@ -129,9 +129,9 @@ class Outbox:
 class Inbox:
     """The receiving side. ``window``: bytes that may be in flight or buffered unread beyond what was consumed."""
 
-    def __init__(self, window: int = limits.WINDOW, *, start: int = 0, now: float = 0.0) -> None:
+    def __init__(self, window: int = limits.WINDOW, *, now: float = 0.0) -> None:
         self.window = window
-        self.next_index = start
+        self.next_index = 0
         """All frames below are here."""
         self.received_bytes = 0
         self.consumed_bytes = 0
@@ -141,9 +141,9 @@ class Inbox:
         self._ahead: dict[int, Frame] = {}
         self.ahead_bytes = 0
         """Bytes of frames that came before their turn."""
-        self._known = start
+        self._known = 0
         """Frames below this index exist (from a gap or a heartbeat)."""
-        self._acked = start
+        self._acked = 0
         self._granted = window
         self._ack_since: float | None = None
         self._asked = -1e9

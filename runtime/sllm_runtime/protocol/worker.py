@@ -113,7 +113,7 @@ class Follow(msgspec.Struct, frozen=True, tag="follow"):
 
 
 class FeedCall(msgspec.Struct, frozen=True, tag="feed"):
-    """See ``frames.Feed``."""
+    """``frames.Feed`` for one call of this worker."""
 
     number: int
     generation: int
@@ -124,7 +124,7 @@ class FeedCall(msgspec.Struct, frozen=True, tag="feed"):
 
 
 class HoldCall(msgspec.Struct, frozen=True, tag="hold"):
-    """See ``frames.Hold``."""
+    """``frames.Hold`` for one call of this worker."""
 
     number: int
     interval_s: float = 0.0
@@ -214,7 +214,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
 
 
 class FromWorker(msgspec.Struct, frozen=True):
-    """The envelope."""
+    """The envelope of every message that a worker sends to its invoker."""
 
     body: Hello | Stage | Ready | Failed | CallFrames | Log | Heartbeat
     version: int = PROTOCOL_VERSION

@@ -10,15 +10,11 @@ import sys
 import zipfile
 from pathlib import Path, PurePosixPath
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 from sllm_runtime.protocol.errors import InvalidBundle, PythonMismatch
-from sllm_runtime.protocol.limits import MAX_BUNDLE, MIB
-from sllm_runtime.protocol.manifest import TARGET_ATTRIBUTE, Handler
-
-PICKLE_NAME: Final = "function.pkl"
-PICKLE_ENTRY: Final = "pickle:"
-_MAX_FILES: Final = 20_000
+from sllm_runtime.protocol.limits import MAX_BUNDLE, MAX_BUNDLE_FILES, MIB
+from sllm_runtime.protocol.manifest import PICKLE_ENTRY, PICKLE_NAME, TARGET_ATTRIBUTE, Handler
 
 
 def unpack(fd: int, target: Path) -> None:
@@ -42,8 +38,8 @@ def unpack(fd: int, target: Path) -> None:
 
 
 def _check(entries: list[zipfile.ZipInfo]) -> None:
-    if len(entries) > _MAX_FILES:
-        raise InvalidBundle(f"the bundle has {len(entries)} files, the limit is {_MAX_FILES}")
+    if len(entries) > MAX_BUNDLE_FILES:
+        raise InvalidBundle(f"the bundle has {len(entries)} files, the limit is {MAX_BUNDLE_FILES}")
     total = sum(entry.file_size for entry in entries)
     if total > MAX_BUNDLE:
         raise InvalidBundle(f"the bundle unpacks to {total} bytes, the limit is {MAX_BUNDLE}")

@@ -12,7 +12,7 @@ from sllm_runtime.worker.engine.feeding import beyond
 
 
 class Take(Protocol):
-    """As ``EngineLoop.feed``, of one request."""
+    """``EngineLoop.feed`` for one request."""
 
     def __call__(self, first: int, ids: tuple[int, ...], /, *, held: bool) -> None: ...
 
@@ -25,7 +25,8 @@ class _Running:
 
 
 class Fed:
-    """Of one call. From any thread. What a generation that runs is told goes to it, what comes before waits for it.
+    """Token ids that one call's generations get from elsewhere, as it moves here. From any thread. What a generation
+    that runs is told goes to it, what comes before waits for it.
 
     ``held``: the call is on its way here and draws nothing before it may (``CallHead.held``), but for the end of
     generations that have ``ended``; one that runs draws no more from ``hold`` on, and slower from ``slow`` on, before

@@ -11,15 +11,15 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
 
 import msgspec
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InvalidRequest, MalformedJson
 from sllm_runtime.protocol.frames import Delta
-from sllm_runtime.protocol.openai import MAX_CHOICES, MAX_LOGPROBS, WITHOUT_MEANING, check, model_name, tools_of
+from sllm_runtime.protocol.openai import check, model_name, tools_of
+from sllm_runtime.protocol.openai_requests import ChatRequest, CompletionRequest
 from sllm_runtime.worker import prompts
 from sllm_runtime.worker.adapters import Adapters
 from sllm_runtime.worker.call import Call
@@ -41,47 +41,6 @@ _COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions; for chat it is whatever fits."""
 _NAMED, _SHOWN = 20, 100
 """Unknown fields that the log names, and characters of each."""
-_GATEWAYS = WITHOUT_MEANING | {"model", "stream", "stream_options"}
-"""Known fields that concern others, or nobody here."""
-
-
-def _prompts(value: Any) -> Any:
-    """A prompt in any of OpenAI's four forms as a list of texts or lists of ids."""
-    many = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-    return value if many else [value]
-
-
-class _Common(prompts.SamplingOptions):
-    """What both routes share. Unknown fields are ignored; the log names them."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=0)
-
-
-class CompletionBody(_Common):
-    """``POST /v1/completions``."""
-
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(min_length=1, max_length=MAX_CHOICES)
-    echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(default=None, ge=1)
-    suffix: str | None = None
-
-
-class ChatBody(_Common):
-    """``POST /v1/chat/completions``."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +142,7 @@ async def _tell(call: Call, delta: Delta | None) -> None:
 def _prepared(call: Call, handle: ModelHandle) -> tuple[EngineLoop, _Plan]:
     loop, tokens = handle.engine()
     body = parse(bytes(call.body), chat=call.head.kind == "chat")
-    named = model_name(str((body.model_extra or {}).get("model", "")))
+    named = model_name(body.model)
     plan = _plan(body, handle, loop, tokens)
     if plan.sampling.scored:
         plan.show.prepare()
@@ -213,33 +172,32 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
     return _Output(telling, Generation(loop, request, count_prompt=choice == 0, decoder=decoder, beside=True))
 
 
-def _plan(body: ChatBody | CompletionBody, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
-    unknown = sorted(set(body.model_extra or {}) - _GATEWAYS)
-    if unknown:  # as many as a caller likes, and as long
+def _plan(body: ChatRequest | CompletionRequest, handle: ModelHandle, loop: EngineLoop, tokens: Tokens) -> _Plan:
+    if unknown := body.unknown:  # as many as a caller likes, and as long
         named = [f"{name[:_SHOWN]!r}" for name in unknown[:_NAMED]]
         log.warning("%d field(s) that mean nothing here are ignored: %s", len(unknown), ", ".join(named))
     vocabulary = prompts.vocabulary_of(loop.engine, tokens, handle.files)
-    rules, show = body.rules(vocabulary), Shown(tokens, vocabulary)
-    if isinstance(body, ChatBody):
+    rules, show = prompts.rules_of(body, vocabulary), Shown(tokens, vocabulary)
+    if isinstance(body, ChatRequest):
         said = body.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"})
         template = ChatTemplate.from_files(handle.files, tools=bool(tools_of(said)))
         ids = prompts.encoded(_rendered(body, template), loop.engine, tokens, special=False)
         wanted = body.max_completion_tokens or body.max_tokens or loop.engine.max_context
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = body.sampling(wanted, temperature=1.0, logprobs=logprobs)
+        sampling = prompts.sampling_of(body, wanted, temperature=1.0, logprobs=logprobs)
         if (calls := required(said, template.form, vocabulary)) is not None:
             rules = replace(rules, grammar=calls)
         calling = Calling.of(said, template.form, tokens)
         return _Plan(((ids, ""),), sampling, rules, body.n or 1, show, calling=calling)
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    encoded = tuple(_completion_prompt(prompt, loop.engine, tokens, echo=bool(body.echo)) for prompt in body.prompt)
-    sampling = body.sampling(wanted, temperature=1.0, logprobs=body.logprobs)
+    encoded = tuple(_completion_prompt(prompt, loop.engine, tokens, echo=bool(body.echo)) for prompt in body.prompts)
+    sampling = prompts.sampling_of(body, wanted, temperature=1.0, logprobs=body.logprobs)
     if body.echo:
         sampling = replace(sampling, prompt_logprobs=body.logprobs)
     return _Plan(encoded, sampling, rules, body.n or 1, show)
 
 
-def _rendered(body: ChatBody, template: ChatTemplate) -> str:
+def _rendered(body: ChatRequest, template: ChatTemplate) -> str:
     tools = tools_of({"tools": body.tools, "tool_choice": body.tool_choice})
     choice = body.tool_choice if tools else None
     return template.render(body.messages, tools, choice, body.chat_template_kwargs)
@@ -254,7 +212,7 @@ def _completion_prompt(
     return ids, tokens.decode(ids) if echo else ""
 
 
-def parse(body: bytes, *, chat: bool) -> ChatBody | CompletionBody:
+def parse(body: bytes, *, chat: bool) -> ChatRequest | CompletionRequest:
     """The body of a request. Raises ``MalformedJson``, ``InvalidRequest``, ``InvalidArgument`` naming the parameter."""
     try:
         given = msgspec.json.decode(body)
@@ -263,7 +221,7 @@ def parse(body: bytes, *, chat: bool) -> ChatBody | CompletionBody:
     if not isinstance(given, dict):
         raise InvalidRequest("the body is no JSON object")
     try:
-        made = ChatBody.model_validate(given) if chat else CompletionBody.model_validate(given)
+        made = ChatRequest.model_validate(given) if chat else CompletionRequest.model_validate(given)
     except ValidationError as error:
         raise prompts.refused(error) from error
     check(given, chat=chat)

@@ -6,32 +6,22 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from sllm_runtime.protocol.errors import ContextLengthExceeded, InvalidArgument
-from sllm_runtime.protocol.openai import (
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_REGEX,
-    MAX_STOP_IDS,
-    MAX_STOPS,
-    MAX_WORD,
-    check,
-)
+from sllm_runtime.protocol.openai import check
+from sllm_runtime.protocol.openai_requests import SamplingOptions, first_wrong
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.constraints import BadWords, Grammar
 from sllm_runtime.worker.engine.admission import check_ids, end_ids
 from sllm_runtime.worker.engine.base import Constraint, Request, Sampling
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
 
-_Text = Annotated[str, Field(min_length=1)]
-_Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD)]
-
 
 class Limits(Protocol):
-    """Of an engine."""
+    """The bounds of an engine that a request is checked against."""
 
     @property
     def max_context(self) -> int: ...
@@ -40,66 +30,34 @@ class Limits(Protocol):
     def vocabulary(self) -> int: ...
 
 
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else () if value is None else value
-
-
-class SamplingOptions(BaseModel):
-    """Sampling parameters by OpenAI's names, and the usual ones beside. ``None`` is the default everywhere."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MAX_BIASES)
-    stop: Annotated[tuple[_Text, ...], BeforeValidator(_one_or_many)] = Field(
-        default=(), max_length=MAX_STOPS, strict=False
+def sampling_of(
+    options: SamplingOptions, max_tokens: int, *, temperature: float, logprobs: int | None = None
+) -> Sampling:
+    """As the engine takes it; ``temperature`` is the default."""
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=options.min_tokens or 0,
+        temperature=temperature if options.temperature is None else options.temperature,
+        top_p=1.0 if options.top_p is None else options.top_p,
+        top_k=max(options.top_k or 0, 0),
+        min_p=options.min_p or 0.0,
+        repetition_penalty=options.repetition_penalty or 1.0,
+        presence_penalty=options.presence_penalty or 0.0,
+        frequency_penalty=options.frequency_penalty or 0.0,
+        logit_bias=_token_ids(options.logit_bias or {}),
+        stop=_texts(options.stop),
+        stop_ids=tuple(options.stop_ids or ()),
+        ignore_eos=bool(options.ignore_eos),
+        seed=options.seed,
+        logprobs=logprobs,
     )
-    stop_ids: Annotated[tuple[int, ...], BeforeValidator(_one_or_many)] = Field(
-        default=(), max_length=MAX_STOP_IDS, strict=False
-    )
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(default=None, ge=0)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    bad_words: Annotated[tuple[_Word, ...], BeforeValidator(_one_or_many)] = Field(
-        default=(), max_length=MAX_BAD_WORDS, strict=False
-    )
-    """Texts that the output never holds."""
-    regex: str | None = Field(default=None, max_length=MAX_REGEX)
-    """The whole output matches it."""
-    response_format: dict[str, Any] | None = None
-    """As OpenAI's: ``{"type": "json_object"}``, or ``json_schema`` with a schema."""
 
-    def sampling(self, max_tokens: int, *, temperature: float, logprobs: int | None = None) -> Sampling:
-        """As the engine takes it; ``temperature`` is the default."""
-        return Sampling(
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
-            temperature=temperature if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=_token_ids(self.logit_bias or {}),
-            stop=self.stop,
-            stop_ids=self.stop_ids,
-            ignore_eos=bool(self.ignore_eos),
-            seed=self.seed,
-            logprobs=logprobs,
-        )
 
-    def rules(self, vocabulary: Vocabulary) -> Rules:
-        """What outputs must look like. Raises ``InvalidRequest`` naming the field."""
-        words = BadWords(vocabulary, self.bad_words) if self.bad_words else None
-        grammar = Grammar.of({"regex": self.regex, "response_format": self.response_format}, vocabulary)
-        return Rules(grammar, words)
+def rules_of(options: SamplingOptions, vocabulary: Vocabulary) -> Rules:
+    """What outputs must look like. Raises ``InvalidRequest`` naming the field."""
+    words = BadWords(vocabulary, _texts(options.bad_words)) if options.bad_words else None
+    grammar = Grammar.of({"regex": options.regex, "response_format": options.response_format}, vocabulary)
+    return Rules(grammar, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +73,10 @@ class Rules:
         return started if self.bad_words is None else (*started, self.bad_words)
 
 
+def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
 def _token_ids(biases: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in biases.items()}
@@ -124,14 +86,20 @@ def _token_ids(biases: Mapping[str, float]) -> dict[int, float]:
 
 def options(given: Mapping[str, Any]) -> SamplingOptions:
     """``generate``'s keyword arguments. Raises ``InvalidArgument`` by name."""
-    named = {key: {str(token): bias for token, bias in value.items()} if key == "logit_bias" and value else value
-             for key, value in given.items()}  # fmt: skip
+    named = {key: _as_json(key, value) for key, value in given.items()}
     try:
         made = SamplingOptions.model_validate(named)
     except ValidationError as error:
         raise refused(error) from error
     check(named, chat=False)
     return made
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """What Python has and JSON has not: tuples, and keys of ``logit_bias`` that are numbers."""
+    if isinstance(value, tuple):
+        return list(value)
+    return {str(token): bias for token, bias in value.items()} if name == "logit_bias" and value else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +129,8 @@ def request(asked: Asked, engine: Limits, tokens: Tokens, files: Mapping[str, by
     """What ``generate`` asks of the engine; greedy unless it says otherwise. Takes as long as the prompt and the shape
     are. Raises ``InvalidArgument`` naming the argument, ``InvalidRequest``, ``ContextLengthExceeded``."""
     ids = prompt_ids(asked.prompt, engine, tokens, files)
-    sampling = asked.options.sampling(fit(len(ids), asked.max_tokens, engine.max_context), temperature=0.0)
-    rules = asked.options.rules(vocabulary_of(engine, tokens, files))
+    sampling = sampling_of(asked.options, fit(len(ids), asked.max_tokens, engine.max_context), temperature=0.0)
+    rules = rules_of(asked.options, vocabulary_of(engine, tokens, files))
     return Request(id=-1, prompt=ids, sampling=sampling, constraints=rules.constraints())
 
 
@@ -175,11 +143,11 @@ def vocabulary_of(engine: Limits, tokens: Tokens, files: Mapping[str, bytes]) ->
 
 def refused(error: ValidationError) -> InvalidArgument:
     """The first problem, by the parameter's name."""
-    first = error.errors(include_url=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
+    wrong, place = first_wrong(error)
+    path = ".".join(str(part) for part in place)
+    if wrong["type"] == "extra_forbidden":
         return InvalidArgument(f"there is no parameter '{path}'", field=path)
-    return InvalidArgument(f"'{path}': {first['msg']} (given: {first['input']!r:.80})", field=path)
+    return InvalidArgument(f"'{path}': {wrong['msg']} (given: {wrong['input']!r:.80})", field=path)
 
 
 def prompt_ids(prompt: Any, engine: Limits, tokens: Tokens, files: Mapping[str, bytes]) -> tuple[int, ...]:

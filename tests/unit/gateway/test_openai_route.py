@@ -9,11 +9,12 @@ import httpx
 import openai
 import pytest
 
-from sllm_gateway.openai.requests import ChatRequest, read
+from sllm_gateway.openai.requests import read
 from sllm_gateway.sse import HEARTBEAT
 from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument, InvalidRequest
 from sllm_runtime.protocol.frames import TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
+from sllm_runtime.protocol.openai_requests import ChatRequest
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import CREATED, Run, World, entry, manifest, starting, world

@@ -168,6 +168,8 @@ class Worker:
     def call(self, arguments: Any = None, *, body: bytes | None = None, **head: Any) -> int:
         """Begin a call; its number."""
         self._number += 1
+        if head.get("kind", "fn") != "fn":  # no gateway hands on one without
+            arguments = {"model": "m", **arguments}
         data = body if body is not None else msgspec.json.encode(arguments if arguments is not None else {})
         made: dict[str, Any] = {"kind": "fn", "stream": True, "timeout_s": 60.0, "idle_timeout_s": 60.0, "seed": 7}
         made |= {"credit": GENEROUS, **head}

@@ -13,7 +13,7 @@ import pytest
 
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.worker import FeedCall
-from sllm_runtime.worker.prompts import options
+from sllm_runtime.worker.prompts import options, sampling_of
 from tests.unit.worker.harness import Answer, Worker, Zygote, bundle_of, manifest
 
 SOURCE = """
@@ -439,5 +439,5 @@ def test_many_at_once_share_messages(served: Worker) -> None:
 
 
 def test_sampling_of_generate() -> None:
-    made = options({"stop": "a", "logit_bias": {3: 1.5}, "top_k": -1, "seed": None}).sampling(5, temperature=0.0)
+    made = sampling_of(options({"stop": "a", "logit_bias": {3: 1.5}, "top_k": -1, "seed": None}), 5, temperature=0.0)
     assert (made.stop, made.logit_bias, made.top_k, made.seed, made.temperature) == (("a",), {3: 1.5}, 0, None, 0.0)

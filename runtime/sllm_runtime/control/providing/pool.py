@@ -20,7 +20,7 @@ NEWEST: Final = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds."""
+    """Time limits of a pool of nodes, in seconds."""
 
     idle: float = 600.0
     """A node that has had nothing to do for so long goes."""

@@ -16,7 +16,7 @@ SPACE: Final = " \t\r\n"
 
 
 class Broken(ValueError):
-    """This is no call."""
+    """The text that should be a call of a tool is none."""
 
 
 class _Object:

@@ -14,7 +14,8 @@ Tensor = torch.Tensor
 
 
 class Ops(Protocol):
-    """In exact ones a row's bits depend on that row alone: not on the other rows, their number or its place."""
+    """The operations of a decoder on a GPU. In exact ones a row's bits depend on that row alone: not on the other rows,
+    their number or its place."""
 
     @property
     def name(self) -> str:

@@ -23,13 +23,13 @@ Rows = torch.Tensor
 
 
 class Norm(Protocol):
-    """Of each row."""
+    """Normalises each row."""
 
     def __call__(self, x: Rows) -> Rows: ...
 
 
 class Mlp(Protocol):
-    """Of each row; ``added`` to a residual."""
+    """The feed-forward part of a layer, row by row; ``added`` to a residual."""
 
     def __call__(self, x: Rows) -> Rows: ...
 
@@ -83,7 +83,7 @@ class Steps(Protocol):
 
 
 class Backend(Protocol):
-    """One for each model."""
+    """Makes a model's parts for one kind of device. One for each model."""
 
     @property
     def device(self) -> torch.device:

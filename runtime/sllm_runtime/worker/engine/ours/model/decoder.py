@@ -99,7 +99,7 @@ class Arrival(Protocol):
 
 
 class Here:
-    """All weights have arrived."""
+    """Stands for weights that are all in memory: ``wait`` returns at once."""
 
     def wait(self, layer: int) -> None:
         """At once."""

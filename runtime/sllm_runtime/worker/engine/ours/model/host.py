@@ -208,7 +208,7 @@ class HostLinear:
 
 
 class HostRmsNorm:
-    """By a kernel."""
+    """RMSNorm by a kernel of our own."""
 
     def __init__(self, weight: torch.Tensor, eps: float, plus: float) -> None:
         width = weight.shape[0]
@@ -245,7 +245,7 @@ def silu_gate(both: Rows) -> Rows:
 
 
 class HostLayerNorm:
-    """By torch."""
+    """LayerNorm by torch."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
         self._weight, self._bias, self._eps = weight, bias, eps
