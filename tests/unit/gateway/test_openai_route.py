@@ -229,6 +229,8 @@ async def test_logprobs(nats: Nats) -> None:
         ({"bad_words": ["a" * 257]}, "'bad_words': String should have at most 256 characters"),
         ({"bad_words": "a" * 257}, "'bad_words': String should have at most 256 characters"),
         ({"messages": [{"role": "", "content": 1}]}, "'messages[0].role': String should have at least 1 character"),
+        ({"seed": 2**64}, "'seed': Input should be less than 18446744073709551616"),
+        ({"top_k": -2}, "'top_k': Input should be greater than or equal to -1"),
     ],
 )
 def test_what_is_wrong_is_said_of_the_form_that_was_given(body: dict[str, Any], says: str) -> None:
