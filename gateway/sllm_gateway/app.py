@@ -74,10 +74,13 @@ class Gateway:
         bus: Bus,
         settings: GatewaySettings,
         *,
-        clock: Callable[[], float] = since_boot,
+        clock: Callable[[], float] = time.monotonic,
+        boot: Callable[[], float] = since_boot,
         wall: Callable[[], float] = time.time,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
+        """``boot``: a clock that goes on while the machine sleeps, for what others do meanwhile: they take over the
+        calls of a gateway that does not beat. What a call is allowed, by ``clock``, it is allowed awake."""
         self.settings = settings
         self._bus = bus
         self.metrics = Metrics()
@@ -97,7 +100,7 @@ class Gateway:
         )
         stored = Stored(bus, clock)
         lives, roll, journal = (
-            Lives(bus, stored, settings.gateway, random, clock),
+            Lives(bus, stored, settings.gateway, random, boot),
             Roll(settings.gateway),
             Journal(bus, stored, clock),
         )
@@ -107,9 +110,9 @@ class Gateway:
         )
         self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll)
         self._parts = BundleParts(bus)
-        hearsay = Hearsay(bus, settings.gateway, clock)
+        hearsay = Hearsay(bus, settings.gateway, boot)
         self._succession = Succession(
-            lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, clock
+            lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, boot
         )
         self._presence = Presence(bus, subjects.heard, NOTHING, self._succession.overdue, self._succession.left, clock)
         keeping = Keeping(bus, self._detached, journal, self.table, self._recent, writer, settings.max_output, clock)

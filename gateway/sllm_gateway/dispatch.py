@@ -143,6 +143,7 @@ class Dispatcher:
         line = self._line(call.version)
         line.slots.push_front(call)
         self._go(line)
+        self._set_timer(line, self._clock())  # the hold of who sent it back may end before the one that is waited for
 
     def withdraw(self, call: Call) -> None:
         """It waits no longer."""

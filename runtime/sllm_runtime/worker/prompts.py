@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from pydantic import ValidationError
 
@@ -95,9 +95,12 @@ def options(given: Mapping[str, Any]) -> SamplingOptions:
     return made
 
 
+_LISTS: Final = ("stop", "stop_ids", "bad_words")
+
+
 def _as_json(name: str, value: Any) -> Any:
-    """What Python has and JSON has not: tuples, and keys of ``logit_bias`` that are numbers."""
-    if isinstance(value, tuple):
+    """What Python has and JSON has not: lists of other kinds, and keys of ``logit_bias`` that are numbers."""
+    if name in _LISTS and isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
         return list(value)
     return {str(token): bias for token, bias in value.items()} if name == "logit_bias" and value else value
 

@@ -219,6 +219,28 @@ async def test_instances_are_counted_where_they_change_and_not_for_each_call(mon
         await dispatcher.close()
 
 
+async def test_who_is_sent_back_is_tried_again_when_the_shortest_hold_ends() -> None:
+    """Also where a longer one is waited for already."""
+    known = version("f", *(entry(name, concurrency=1) for name in ("i1", "i2")), concurrency=1)
+    dispatcher = dispatcher_of(Told())
+    try:
+        first, second = call_of(known, 0), call_of(known, 1)
+        for call, instance in ((first, "i1"), (second, "i2")):
+            dispatcher.submit(call)
+            dispatcher.accepted(call, instance)
+        dispatcher.refused(first, "i1", gone=True)
+        dispatcher.submit_again(first)
+        line = dispatcher._lines[known.key]
+        assert line.timer is not None
+        before = line.timer.when()
+        dispatcher.refused(second, "i2", gone=False)
+        dispatcher.withdraw(first)
+        dispatcher.submit_again(second)
+        assert line.timer.when() < before
+    finally:
+        await dispatcher.close()
+
+
 async def test_what_many_hear_at_once_is_told_at_once() -> None:
     known, told = version(), Told()
     dispatcher = dispatcher_of(told)

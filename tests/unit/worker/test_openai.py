@@ -441,3 +441,8 @@ def test_many_at_once_share_messages(served: Worker) -> None:
 def test_sampling_of_generate() -> None:
     made = sampling_of(options({"stop": "a", "logit_bias": {3: 1.5}, "top_k": -1, "seed": None}), 5, temperature=0.0)
     assert (made.stop, made.logit_bias, made.top_k, made.seed, made.temperature) == (("a",), {3: 1.5}, 0, None, 0.0)
+
+
+def test_lists_of_generate_may_be_of_any_kind() -> None:
+    made = sampling_of(options({"stop": ("a",), "stop_ids": {7}, "bad_words": iter(["b"])}), 5, temperature=0.0)
+    assert (made.stop, made.stop_ids) == (("a",), (7,))
