@@ -110,7 +110,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     async def request(self, method: str, path: str, *, within_s: float | None = None, **options: Any) -> Any:
         """As ``Client.request``."""
         if within_s is not None:
-            return await self._once(method, path, None, {**options, "timeout": within_s})
+            return await self._once(method, path, None, {**options, "within_s": within_s})
         repeatable = method in ("GET", "HEAD")
         return await self._again(lambda: self._once(method, path, None, options), repeatable=repeatable)
 
@@ -154,16 +154,23 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                 yield event
 
     async def _sent(
-        self, method: str, path: str, trace: Trace | None, *, stream: bool = False, **options: Any
+        self,
+        method: str,
+        path: str,
+        trace: Trace | None,
+        *,
+        stream: bool = False,
+        within_s: float | None = None,
+        **options: Any,
     ) -> httpx.Response:
         """The answer of the first gateway that takes the connection. Raises the typed error."""
-        asking = Asking(self._gateways, path)
+        asking = Asking(self._gateways, path, within_s)
         while True:
-            request = self._http.build_request(method, asking.url, **options)
+            request, began = self._http.build_request(method, asking.url, **options, **asking.bounds), time.monotonic()
             try:
                 response = await self._http.send(request, stream=stream)
             except httpx.HTTPError as error:
-                asking.failed(error, trace)
+                asking.failed(error, trace, time.monotonic() - began)
             else:
                 asking.answered(trace)
                 return response

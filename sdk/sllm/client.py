@@ -113,17 +113,16 @@ class Client(Connection[httpx.Client]):
 
     # --- /api/v1 ----------------------------------------------------------------------------------
     def request(self, method: str, path: str, *, within_s: float | None = None, **options: Any) -> Any:
-        """One request of ``/api/v1``; its JSON. What only reads is sent again; nothing is with ``within_s``, the
-        longest silence that is waited for. Raises the typed error."""
+        """One request of ``/api/v1``; its JSON. What only reads is sent again; nothing is with ``within_s``: so long is
+        waited for a gateway that takes it, all of them together, and for its answer. Raises the typed error."""
         if within_s is not None:
-            return self._once(method, path, None, {**options, "timeout": within_s})
+            return self._once(method, path, None, {**options, "within_s": within_s})
         return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
 
     def text(self, path: str, *, within_s: float | None = None) -> str:
-        """What stands at ``path``, as it is; ``within_s``: asked for once, and no longer silence is waited for. Raises
-        the typed error."""
+        """What stands at ``path``, as it is; ``within_s`` as in ``request``. Raises the typed error."""
         if within_s is not None:
-            return self._text(path, timeout=within_s)
+            return self._text(path, within_s=within_s)
         return str(self._again(lambda: self._text(path), repeatable=True))
 
     def _text(self, path: str, **options: Any) -> str:
@@ -189,16 +188,23 @@ class Client(Connection[httpx.Client]):
             yield from events
 
     def _sent(
-        self, method: str, path: str, trace: Trace | None, *, stream: bool = False, **options: Any
+        self,
+        method: str,
+        path: str,
+        trace: Trace | None,
+        *,
+        stream: bool = False,
+        within_s: float | None = None,
+        **options: Any,
     ) -> httpx.Response:
         """The answer of the first gateway that takes the connection. Raises the typed error."""
-        asking = Asking(self._gateways, path)
+        asking = Asking(self._gateways, path, within_s)
         while True:
-            request = self._http.build_request(method, asking.url, **options)
+            request, began = self._http.build_request(method, asking.url, **options, **asking.bounds), time.monotonic()
             try:
                 response = self._http.send(request, stream=stream)
             except httpx.HTTPError as error:
-                asking.failed(error, trace)
+                asking.failed(error, trace, time.monotonic() - began)
             else:
                 asking.answered(trace)
                 return response

@@ -9,6 +9,7 @@ import io
 import sys
 import sysconfig
 import typing
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from sllm_runtime.protocol.errors import InvalidBundle, SllmError
 _OURS: Final = ("sllm", "sllm_runtime", "sllm_gateway", "sllm_invoker", "sllm_loaderd")
 """What workers have of us; in a checkout it lies where the user's own may lie."""
 _INSTALLED: Final = ("site-packages", "dist-packages")
+_DEPLOYS: Final = 6
+"""How far above ``dump`` a program stands that calls ``.deploy()``: Python names its line beside a warning."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -32,10 +35,9 @@ def modules(root: Path) -> dict[str, Path]:
         file = _own_file(name)
         if file is None or not file.is_relative_to(root) or rules.match_file(file.relative_to(root).as_posix()):
             continue
-        while name:
-            if (file := _own_file(name)) is not None:
-                found[name] = file
-            name = name.rpartition(".")[0]
+        for each in (name, *_packages(name)):
+            if (file := _own_file(each)) is not None:
+                found[each] = file
     return found
 
 
@@ -49,7 +51,8 @@ def _own_file(name: str) -> Path | None:
     """The source of a module that the user brought: not Python's, not installed, not ours."""
     file = getattr(sys.modules.get(name), "__file__", None)
     parts = name.split(".")
-    if not isinstance(file, str) or not file.endswith(".py") or not all(part.isidentifier() for part in parts):
+    can_be_stored = all(part and not set(part) & set("/\\") for part in parts)
+    if not isinstance(file, str) or not file.endswith(".py") or not can_be_stored:
         return None
     path = Path(file).resolve()
     brought = parts[0] not in (*_OURS, "__main__", "__mp_main__") and not set(_INSTALLED) & set(path.parts)
@@ -62,7 +65,7 @@ def _standard_library() -> Path:
 
 def dump(function: ModelFunction[Any, Any, Any], root: Path, travels: Mapping[str, Path]) -> bytes:
     """The user's function or class, cloudpickled; the modules in ``travels`` go beside it. Raises ``InvalidBundle``
-    naming what cannot be pickled, or a module that it needs and that nothing takes along."""
+    naming what cannot be pickled; warns of a module that it uses and that nothing takes along."""
     try:
         with _hints_are_types(function.target):
             data, used = _bytes(function.target)
@@ -71,12 +74,16 @@ def dump(function: ModelFunction[Any, Any, Any], root: Path, travels: Mapping[st
     except Exception as error:  # cloudpickle raises whatever a user's __reduce__ raises
         where = _where(function.target)
         raise InvalidBundle(f"{function.__name__}{where} cannot be pickled: {_culprit(function, error)}") from error
+    if function.options.get("image"):  # what is installed in one, nobody knows here
+        return data
     for name in sorted(used - set(travels)):
         file = _own_file(name)
         if file is not None and not file.is_relative_to(root) and _place(name, file) in _users_path():
-            raise InvalidBundle(
+            warnings.warn(
                 f"{function.__name__}{_where(function.target)} uses {name!r} ({file}), which lies outside {root} and "
-                "is not installed, so that nothing takes it along; move it below that directory, or install it"
+                "is not installed, so that nothing takes it along; unless the nodes have one, move it below that "
+                "directory",
+                stacklevel=_DEPLOYS,
             )
     return data
 
@@ -100,6 +107,7 @@ def _bytes(target: Any) -> tuple[bytes, set[str]]:
     import cloudpickle
 
     used: set[str] = set()
+    by_value = cloudpickle.list_registry_pickle_by_value()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, thing: Any) -> Any:
@@ -112,21 +120,29 @@ def _bytes(target: Any) -> tuple[bytes, set[str]]:
 
     buffer = io.BytesIO()
     Pickler(buffer).dump(target)
-    return buffer.getvalue(), used
+    # Of a module as such the pickler does not say here whether it goes by value, as it does of what is in one.
+    return buffer.getvalue(), {name for name in used if not by_value & {name, *_packages(name)}}
+
+
+def _packages(name: str) -> Iterator[str]:
+    """Those that the module ``name`` is in."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 @contextmanager
 def _hints_are_types(target: Any) -> Iterator[None]:
     """Meanwhile the hints of a call's arguments are types, also where ``from __future__ import annotations`` makes
-    texts of them: what only a text names is no part of a pickle, and the worker could not look it up."""
+    texts of them: what only a text names is no part of a pickle, and the worker could not look it up. It never looks
+    into what a call returns."""
     function = signature.call_target(target)
     hints = typing.get_type_hints(function, include_extras=True)
     undo = [(function, "__annotations__", function.__annotations__)]
     function.__annotations__ = hints
-    for record in _records(hints.values(), function.__module__):
-        own = typing.get_type_hints(record, include_extras=True)
+    arguments = [hint for name, hint in hints.items() if name != "return"]
+    for record, own in _records(arguments, function.__module__).items():
         undo.append((record, "__annotations__", record.__annotations__))
-        record.__annotations__ = {name: own[name] for name in record.__annotations__}
+        record.__annotations__ = {name: own.get(name, hint) for name, hint in record.__annotations__.items()}
         for field in getattr(record, "__dataclass_fields__", {}).values():
             undo.append((field, "type", field.type))
             field.type = own.get(field.name, field.type)
@@ -137,9 +153,10 @@ def _hints_are_types(target: Any) -> Iterator[None]:
             setattr(thing, attribute, before)
 
 
-def _records(hints: Any, module: str) -> list[Any]:
-    """Dataclasses and typed dictionaries of ``module`` that ``hints`` name, and those that these name."""
-    found: list[Any] = []
+def _records(hints: list[Any], module: str) -> dict[Any, dict[str, Any]]:
+    """Dataclasses and typed dictionaries of ``module`` that ``hints`` name, and those that these name, with their own
+    hints."""
+    found: dict[Any, dict[str, Any]] = {}
     left = list(hints)
     while left:
         hint = left.pop()
@@ -147,9 +164,18 @@ def _records(hints: Any, module: str) -> list[Any]:
             left += (origin, *typing.get_args(hint))
         is_record = dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)
         if is_record and isinstance(hint, type) and hint.__module__ == module and hint not in found:
-            found.append(hint)
-            left += typing.get_type_hints(hint, include_extras=True).values()
+            found[hint] = _resolved(hint)
+            left += found[hint].values()
     return found
+
+
+def _resolved(record: Any) -> dict[str, Any]:
+    """Its hints; none where one names what is not there while the program runs (``TYPE_CHECKING``): the schema had no
+    need of it either."""
+    try:
+        return typing.get_type_hints(record, include_extras=True)
+    except NameError:
+        return {}
 
 
 def _where(target: Any) -> str:

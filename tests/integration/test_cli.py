@@ -15,7 +15,7 @@ import pytest
 from sllm import Client, Function
 from tests.fixtures import command
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.command import SLLM, Done, document
+from tests.fixtures.command import SLLM, WAITS_FOR_ANSWERS, Done, document
 from tests.fixtures.deployed import deploy, wait
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
@@ -128,7 +128,9 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
 def started(cluster: Cluster, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A command that runs; it is dead afterwards."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([*SLLM, *words], cwd=ROOT, env=cluster.env, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        [*WAITS_FOR_ANSWERS, *words], cwd=ROOT, env=cluster.env, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         try:
             yield process
         finally:

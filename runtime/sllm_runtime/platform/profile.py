@@ -9,6 +9,7 @@ import ipaddress
 import itertools
 import os
 import re
+import socket
 import time
 import tomllib
 import urllib.request
@@ -45,12 +46,27 @@ def free_name(home: Path, asked: str, url: str, data: Path, alive: Callable[[str
 
 
 def _is_here(url: str) -> bool:
-    """Whether ``url`` leads to this machine; one without a host stands for the gateway that is asked by default."""
+    """Whether ``url`` leads to this machine; one without a host stands for the gateway that is asked by default.
+
+    Other names are another machine's: who could tell is out of reach for as long as the VPN is gone.
+    """
     try:
         host = urlsplit(url).hostname or "localhost"
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host in ("localhost", socket.gethostname().lower()) or _is_own(ipaddress.ip_address(host))
     except ValueError:  # a name, or no URL
         return False
+
+
+def _is_own(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether this machine has it: then somebody can listen there, as ``sllm up --host`` does."""
+    if address.is_loopback:
+        return True
+    try:
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True
 
 
 def answers_alive(url: str) -> bool:

@@ -43,10 +43,7 @@ def _told(profile: Profile) -> Iterator[None]:
 def _tell(profile: Profile, over: threading.Event) -> None:
     if over.wait(TOLD_AFTER_S):
         return
-    with (
-        suppress(SllmError, ValidationError),
-        Client(profile.url, profile.token, timeout=STATUS_S, retry=NEVER) as asks,
-    ):
+    with suppress(SllmError, ValidationError), Client(profile=profile, timeout=STATUS_S, retry=NEVER) as asks:
         status = StatusView.model_validate(asks.request("GET", f"{API}/status"))
         if not status.controller and not over.is_set():
             output.note(WAITS)

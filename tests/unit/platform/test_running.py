@@ -120,6 +120,25 @@ def test_a_profile_of_another_machine_stays(tmp_path: Path, asked: str, url: str
     }
 
 
+def own_address() -> str:
+    """Of this machine on a network; where it is on none, what stands for any of its own."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        try:
+            asks.connect(("192.0.2.1", 9))  # which sends nothing
+        except OSError:
+            return "0.0.0.0"
+        return str(asks.getsockname()[0])
+
+
+@pytest.mark.parametrize("host", [own_address(), socket.gethostname()])
+def test_a_dead_platform_of_this_machine_gives_way_whatever_it_was_reached_by(tmp_path: Path, host: str) -> None:
+    """One of `sllm up --host` that was killed has left its profile."""
+    data, url = tmp_path / "run", f"http://{host}:1"
+    write_profile(tmp_path, "default", url, "secret")
+    assert free_name(tmp_path, "default", OWN, data, {url}.__contains__) == "run"
+    assert free_name(tmp_path, "default", OWN, data, lambda _: False) == "default"
+
+
 def test_nobody_is_not_alive() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody else listens there meanwhile

@@ -300,6 +300,46 @@ def test_a_function_of_main_travels_with_what_it_imports(tmp_path: Path, first: 
     assert found["place"].hows[0].times == 2
 
 
+UNRESOLVED = """
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+from sllm import bundle, model_function
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+@dataclass
+class How:
+    mark: str
+    seen: ClassVar["pd.DataFrame"]
+
+@dataclass
+class Result:
+    frame: "pd.DataFrame"
+
+@model_function
+def hello(how: How) -> Result:
+    return Result(how.mark)
+
+sys.stdout.buffer.write(bundle.build(hello).data)
+"""
+
+
+def test_hints_that_no_call_needs_are_not_looked_up(tmp_path: Path) -> None:
+    """Those of what is returned, and of what is no field."""
+    write(tmp_path, {"main.py": UNRESOLVED})
+    data = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, "main.py"))).read("function.pkl")
+    (tmp_path / "function.pkl").write_bytes(data)
+    call = """
+import pickle
+from sllm_runtime.worker.arguments import Arguments
+target = pickle.load(open("function.pkl", "rb"))
+print(target(**Arguments(target).convert({"how": {"mark": "!"}})).frame)
+"""
+    assert bundled(tmp_path, "-c", call) == b"!\n"
+
+
 MAIN = """
 import sys
 from sllm import bundle, model_function
@@ -312,15 +352,20 @@ def hello(text: str) -> str:
 sys.stdout.buffer.write(bundle.build(hello).data)
 """
 SHOUT = "def shout(text):\n    return text.upper()\n"
+CALL = "import pickle; print(pickle.load(open('function.pkl', 'rb'))('hi'))"
 
 
-def bundled(where: Path, *words: str, **env: str) -> bytes:
-    """What a program of ``MAIN`` writes."""
+def ran(where: Path, *words: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     done = subprocess.run(
         [sys.executable, *words], cwd=where, env={**os.environ, **env}, capture_output=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
-    return done.stdout
+    return done
+
+
+def bundled(where: Path, *words: str, **env: str) -> bytes:
+    """What a program of ``MAIN`` writes."""
+    return ran(where, *words, **env).stdout
 
 
 @pytest.mark.parametrize(
@@ -343,15 +388,46 @@ def test_modules_travel_by_the_names_that_they_are_imported_by(
     archive = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, *words, PYTHONPATH=path)))
     assert sorted(archive.namelist()) == ["function.pkl", *names]
     archive.extractall(tmp_path / "worker")
-    call = "import pickle; print(pickle.load(open('function.pkl', 'rb'))('hi'))"
-    assert bundled(tmp_path / "worker", "-c", call) == b"HI\n"
+    assert bundled(tmp_path / "worker", "-c", CALL) == b"HI\n"
 
 
-def test_a_module_that_nothing_takes_along_is_named(tmp_path: Path) -> None:
-    main = MAIN.format(imports="from far import shout", options="")
-    write(tmp_path, {"app/main.py": main, "lib/far.py": SHOUT})
-    with pytest.raises(AssertionError, match=r"hello \(main.py:6\) uses 'far' .*lib/far\.py\), which lies outside"):
-        bundled(tmp_path / "app", "main.py", PYTHONPATH="../lib")
+@pytest.mark.parametrize("file", ["01_prep.py", "my-steps/__init__.py"])
+def test_a_module_travels_whose_name_is_no_identifier(tmp_path: Path, file: str) -> None:
+    imports = f"import importlib\nshout = importlib.import_module({file.partition('.')[0].partition('/')[0]!r}).shout"
+    write(tmp_path, {"main.py": MAIN.format(imports=imports, options=""), file: SHOUT})
+    archive = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, "main.py")))
+    assert set(archive.namelist()) == {file, "function.pkl"}
+    archive.extractall(tmp_path / "worker")
+    assert bundled(tmp_path / "worker", "-c", CALL) == b"HI\n"
+
+
+@pytest.mark.parametrize(
+    ("imports", "options", "lacks", "warns"),
+    [
+        ("import far", "", "ModuleNotFoundError", True),
+        ("import far", "image='mine:3'", "ModuleNotFoundError", False),
+        ("import cloudpickle, far; cloudpickle.register_pickle_by_value(far)", "", "", False),
+        ("import cloudpickle, far.off as far; cloudpickle.register_pickle_by_value(far)", "", "", False),
+        ("import cloudpickle, far, far.off; cloudpickle.register_pickle_by_value(far); far = far.off", "", "", False),
+    ],
+)
+def test_a_module_that_nothing_takes_along_is_named(
+    tmp_path: Path, imports: str, options: str, lacks: str, warns: bool
+) -> None:
+    """And not refused: the nodes may have one, as whose daemons have a PYTHONPATH."""
+    main = MAIN.format(imports=imports, options=options).replace("shout(text)", "far.shout(text)")
+    write(tmp_path, {"app/main.py": main, "lib/far/__init__.py": SHOUT, "lib/far/off.py": SHOUT})
+    done = ran(tmp_path / "app", "main.py", PYTHONPATH="../lib")
+    named = re.search(r"UserWarning: hello \(main\.py:6\) uses 'far' \(.*/far/__init__\.py\)", done.stderr.decode())
+    assert bool(named) is warns, done.stderr
+    assert warns or not done.stderr
+    zipfile.ZipFile(io.BytesIO(done.stdout)).extractall(tmp_path / "worker")
+    assert bundled(tmp_path / "worker", "-c", CALL, PYTHONPATH="../lib") == b"HI\n"
+    if lacks:
+        with pytest.raises(AssertionError, match=lacks):
+            bundled(tmp_path / "worker", "-c", CALL)
+    else:
+        assert bundled(tmp_path / "worker", "-c", CALL) == b"HI\n"
 
 
 def test_what_is_installed_does_not_travel() -> None:

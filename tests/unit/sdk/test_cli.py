@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from sllm_runtime.protocol.http import (
     WayView,
 )
 from tests.fixtures import command
-from tests.fixtures.command import document
+from tests.fixtures.command import WAITS_FOR_ANSWERS, document
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, sse
 
@@ -196,11 +197,11 @@ def test_a_reader_that_goes_away(gateway: Gateway) -> None:
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
-def interrupted(gateway: Gateway, *words: str, prints: bool = False) -> tuple[int, str]:
+def interrupted(gateway: Gateway, *words: str, prints: bool = False, argv: Sequence[str] = SLLM) -> tuple[int, str]:
     """Exit status and stderr of a command that is interrupted once the gateway has its request and, if it ``prints``,
     it has begun to."""
     gateway.reached.clear()
-    with subprocess.Popen([*SLLM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*argv, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert gateway.reached.wait(GIVE_UP_S)
         assert process.stdout is not None
         if prints:
@@ -231,7 +232,8 @@ def test_ctrl_c_of_a_deployment_undoes_it(gateway: Gateway, tmp_path: Path, answ
     (tmp_path / "function.py").write_text(TEXT)
     gateway.will(Answer((progress("sandbox"),), hangs=True))
     gateway.withdrawal = answer
-    status, errors = interrupted(gateway, "fn", "deploy", "function.py", "--json")
+    argv = SLLM if answer.silent else WAITS_FOR_ANSWERS
+    status, errors = interrupted(gateway, "fn", "deploy", "function.py", "--json", argv=argv)
     assert status == 130
     problem = json.loads(errors)["error"]
     assert problem["code"] == "interrupted"
@@ -274,9 +276,8 @@ def test_ctrl_c_of_a_call_that_is_read_on(gateway: Gateway, answer: Answer, said
     """As at a gateway that was started again."""
     gateway.will(Answer((sse("de", id=0),), breaks=True), answer)
     gateway.reads = [Answer((sse("f", id=1),), hangs=True)]
-    with subprocess.Popen(
-        [*SLLM, "fn", "invoke", "chat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    argv = [*WAITS_FOR_ANSWERS, "fn", "invoke", "chat"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read(3) == "def"
         process.send_signal(signal.SIGINT)

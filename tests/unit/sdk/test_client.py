@@ -9,14 +9,17 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from sllm import AsyncClient, AsyncFunction, Client, Function
 from sllm.answers import Trace
 from sllm.following import FOLLOW_S, Following
-from sllm.gateways import Gateways
+from sllm.gateways import Asking, Gateways
+from sllm.profiles import Profile
 from sllm.remote import Remote
 from sllm.retry import Retry
 from sllm.sse import Event
@@ -344,6 +347,38 @@ def test_one_that_takes_no_connection_is_passed_over(
         assert client.url == gateway.url
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_one_bound_is_for_all_gateways(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that takes no connection leaves the next ones their share of it."""
+    now, waited = 100.0, list[float]()
+
+    def lost(request: httpx.Request) -> httpx.Response:
+        nonlocal now
+        waited.append(request.extensions["timeout"]["connect"])
+        now += waited[-1]
+        raise httpx.ConnectTimeout("as without a VPN", request=request)
+
+    monkeypatch.setattr("sllm.client.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("sllm.async_client.time", SimpleNamespace(monotonic=lambda: now))
+    client = kind(profile=Profile("http://a:1", others=("http://b:1", "http://c:1")))
+    client._http = (httpx.Client if kind is Client else httpx.AsyncClient)(transport=httpx.MockTransport(lost))
+
+    async def asked() -> None:
+        await client.request("POST", f"/v1/calls/{CALL}/cancel", within_s=1.5)
+
+    with pytest.raises(Unavailable, match="no gateway answers at http://a:1 or http://b:1 or http://c:1 "):
+        await asked()
+    assert waited == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_no_gateway_is_asked_once_the_time_is_over() -> None:
+    asking = Asking(Gateways(("http://a:1", "http://b:1", "http://c:1")), "/x", 1.0)
+    asking.failed(httpx.ConnectError("no route"), None, 0.6)
+    assert asking.bounds == {"timeout": httpx.Timeout(0.4, connect=0.2)}
+    with pytest.raises(Unavailable, match=r"at http://a:1 or http://b:1 \("):
+        asking.failed(httpx.ConnectError("no route"), None, 0.5)
+
+
 def test_what_is_sent_again_goes_to_the_next(gateway: Gateway, other: Gateway, call: Calls, stream: Streams) -> None:
     """One that stops takes no call any more, and the queue of another may have room."""
     for mine, attempt, value in ((Answer(json=1), call, 1), (Answer(VALUES), stream, ["a", {"b": [1]}, None])):
@@ -465,6 +500,14 @@ async def test_a_cancelled_task_cancels_its_call(gateway: Gateway) -> None:
 CANCELLED = Answer(json={"id": CALL, "state": "CANCELLED"})
 
 
+@pytest.fixture
+def waits_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time decides whether who leaves hears what became of the call."""
+    monkeypatch.setattr("sllm.client.CANCEL_S", GIVE_UP_S)
+    monkeypatch.setattr("sllm.async_client.CANCEL_S", GIVE_UP_S)
+
+
+@pytest.mark.usefixtures("waits_for_answers")
 @pytest.mark.parametrize(("answer", "is_cancelled"), [(CANCELLED, True), (Answer(problem=Unavailable("no")), False)])
 def test_leaving_what_is_read_on_asks_for_the_end_of_its_call(
     gateway: Gateway, other: Gateway, answer: Answer, is_cancelled: bool
@@ -480,6 +523,7 @@ def test_leaving_what_is_read_on_asks_for_the_end_of_its_call(
     assert trace.cancelled is is_cancelled
 
 
+@pytest.mark.usefixtures("waits_for_answers")
 @pytest.mark.parametrize("how", ["left", "cancelled"])
 async def test_leaving_what_is_read_on_in_asyncio(gateway: Gateway, other: Gateway, how: str) -> None:
     gateway.will(Answer((sse("a", id=0),), breaks=True))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sllm import profiles
 from sllm.cli import output, patient
 from sllm.cli.context import Target
 from sllm.cli.patient import Patient
@@ -23,6 +24,18 @@ async def test_a_controller_that_is_waited_for_is_said_and_a_slow_answer_is_not(
     with Target().client() as client, patient._told(client.profile):
         await until(lambda: said or (controller and gateway.asked), what="the status is asked for")
     assert said == ([] if controller else [patient.WAITS])
+
+
+async def test_who_asks_has_the_token_of_the_command_alone(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment's is for another platform where a profile is named."""
+    profiles.save("dev", gateway.url, None)
+    monkeypatch.setattr(patient, "TOLD_AFTER_S", 0.0)
+    gateway.will(Answer(json={**STATUS, "controller": True}))
+    with Target(profile="dev").client() as client, patient._told(client.profile):
+        await until(lambda: gateway.asked, what="the status is asked for")
+    (_, path, _, headers), *_ = gateway.asked
+    assert path == "/api/v1/status"
+    assert "authorization" not in headers
 
 
 async def test_for_programs_nothing_is_said(gateway: Gateway) -> None:
