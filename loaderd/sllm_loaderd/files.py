@@ -14,6 +14,8 @@ from sllm_runtime.protocol.checkpoint import is_plain_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
 
 _GGUF_PART: Final = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
+_HUB_FILE: Final = re.compile(r"/(.+/)?models--[^/]+/blobs/[0-9a-f]{40,64}")
+"""A file of a model in a hub's cache, wherever that is."""
 MAX_SMALL_FILE: Final = 64 * 2**20
 """A small file above this is refused: it would be sent to every sandbox."""
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -74,11 +76,12 @@ def require_own(fd: int, path: Path) -> None:
     """Raises ``InvalidCheckpoint`` if a link led from ``path``, opened as ``fd``, out of the model's directory.
 
     We see files that are hidden from the function whose model this is: by a link to them it would have their bytes.
-    Asked of what is open, since the link may be another one by now. A hub's cache has a model's files beside it.
+    Asked of what is open, since the link may be another one by now. A hub's cache has a model's files beside its
+    snapshots, and links to them are elsewhere, too. Where ``blobs`` is a link it says nothing: it may lead anywhere.
     """
     real, home = Path(os.readlink(f"/proc/self/fd/{fd}")), path.parent.resolve()
-    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
-    if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    if not (real.is_relative_to(home) or real.parent in blobs or _HUB_FILE.fullmatch(str(real))):
         raise InvalidCheckpoint(
             f"{path} is a link to {real}, outside the model's directory; put the file itself there", field=path.name
         )

@@ -56,7 +56,7 @@ class Connection:
         return message
 
     async def receive(self) -> Any:
-        """The next message, None at the end. Raises ``ProtocolError``."""
+        """The next message, None at the end. Raises ``ProtocolError``, and what the wire's ``receive`` raises."""
         payload = await self.wire.receive()
         return None if payload is None else unpack(self._kinds, payload)
 

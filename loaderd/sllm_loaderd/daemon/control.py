@@ -82,7 +82,8 @@ class ControlConnection:
                     await self._listen(group)
                     for task in self._tasks.values():
                         task.cancel()
-        except* ProtocolError as errors:
+        # Whatever ends one connection, the daemon goes on for the others.
+        except* (SllmError, OSError) as errors:
             log.warning("control connection: %s", errors.exceptions[0])
             self._connection.fail(0, as_error(errors.exceptions[0]))
         finally:

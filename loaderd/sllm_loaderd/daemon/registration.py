@@ -65,6 +65,8 @@ class Registrations:
         self._running: dict[_Key, _Registration] = {}
         self._later: dict[str, asyncio.Task[None]] = {}
         """Conversions of models that can be loaded already, by digest."""
+        self._taking: dict[asyncio.Task[None], set[str]] = {}
+        """Models on their way into the store, each with the one whose place it takes."""
 
     async def register(self, uri: str, report: Report, convert: str = CONVERT_NOW) -> str:
         """The digest of the model at ``uri``, which can be loaded then.
@@ -119,8 +121,21 @@ class Registrations:
             outcome = await self._convert(uri, staging, report, *arguments)
             if not outcome.digest and known is not None:
                 return known.digest
-            await finished(lambda: self._take(staging, uri, outcome, former))
+            taking = asyncio.create_task(finished(lambda: self._take(staging, uri, outcome, former)))
+            self._taking[taking] = {outcome.digest} if former is None else {outcome.digest, former.digest}
+            taking.add_done_callback(self._taking.pop)
+            await taking
         return outcome.digest
+
+    async def taken(self, digest: str) -> None:
+        """Wait until a model that is just coming into the store is there with all that is known of it: its files are
+        seen before their source is. Raises ``Unavailable``."""
+        taking = [task for task, digests in self._taking.items() if digest in digests]
+        if not taking:
+            return
+        _, late = await asyncio.wait(taking, timeout=2 * _STOP_S)
+        if late:
+            raise Unavailable(f"model {digest} is not in the store yet, whose disk is slow; try again", field="model")
 
     @contextlib.asynccontextmanager
     async def _staging(self) -> AsyncIterator[Path]:

@@ -152,6 +152,7 @@ class LoaderService:
         if (known := self._open.pop(digest, None)) is not None:
             self._open[digest] = known  # now the most recently used
             return known
+        await self.registrations.taken(digest)
         found = await opened(lambda: self.store.open_latest(digest), _close)
         if (other := self._open.get(digest)) is not None:  # somebody else opened it meanwhile
             found.close()
@@ -227,16 +228,22 @@ class LoaderService:
 
     async def delete(self, digest: str) -> None:
         """Remove a model from disk and memory. Raises ``Conflict`` while it is being loaded or copied."""
+        await self.registrations.taken(digest)
         self.store.directory(digest)
-        if digest in self.copying.running:
-            raise Conflict(f"model {digest} is being copied to the SSD tier; try again", field="model")
-        await self.evict(digest)
+        await self._let_go(digest)  # where that is refused, no conversion is ended
+        await self.registrations.forget(digest)
+        await self._let_go(digest)  # what was begun meanwhile
         if (known := self._open.pop(digest, None)) is not None:
             known.close()
-        await self.registrations.forget(digest)
         await asyncio.to_thread(self.store.delete, digest)
         self._sizes.pop(digest, None)
         self._prepare()
+
+    async def _let_go(self, digest: str) -> None:
+        """As ``evict``. Raises ``Conflict`` also while the model is copied."""
+        if digest in self.copying.running:
+            raise Conflict(f"model {digest} is being copied to the SSD tier; try again", field="model")
+        await self.evict(digest)
 
     async def load(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -479,6 +480,30 @@ async def test_a_client_of_another_version_is_told(daemon: LoaderProcess) -> Non
         payload = pack(Hello(version=99))
         await loop.sock_sendall(raw, struct.pack(">I", len(payload)) + payload)
         assert b"version 99 is not served" in await loop.sock_recv(raw, 4096)
+
+
+async def test_a_client_that_cannot_be_sent_to_ends_its_own_connection_only(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it is there: the kernel refuses what is sent."""
+    stop, path = asyncio.Event(), tmp_path / "s"
+    places = ("--node", "x", "--data", str(tmp_path / "data"), "--socket", str(path))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    serving = asyncio.create_task(server.run(read_settings([*places, "--pool-bytes", str(2**24)]), stop))
+    try:
+        await until(lambda: serving.done() or path.exists(), WAIT, "it serves")
+        async with LoaderControl(path) as refused, LoaderControl(path) as other:
+            model = (await other.register(str(checkpoint))).model
+            monkeypatch.setattr(socket, "send_fds", refuse)
+            with pytest.raises(Unavailable):
+                await refused.grant("w", model)
+            assert await other.models() == (model,)
+    finally:
+        stop.set()
+        await serving
 
 
 @pytest.mark.parametrize("bounded", [True, False])

@@ -18,11 +18,13 @@ from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.daemon.settings import read_settings
 from sllm_loaderd.opening import finished, opened
 from sllm_loaderd.pipeline import Pipeline
+from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.residents import close_all
 from sllm_loaderd.ssd.fill import Fill
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel
-from sllm_runtime.protocol.errors import PoolExhausted
-from sllm_runtime.protocol.loader import CONVERT_NEVER, Load
+from sllm_runtime.protocol.errors import Conflict, ModelNotFound, PoolExhausted
+from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NEVER, Load
 from tests.fixtures.loaderd import SMALL_CHUNK, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -102,21 +104,21 @@ class Slow:
 
     def __init__(self, action: Callable[..., Any]) -> None:
         self._action = action
-        self._begun, self._go = threading.Event(), threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
         self.made = list[Any]()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        self._begun.set()
-        assert self._go.wait(GIVE_UP_S)
+        self.begun.set()
+        assert self.go.wait(GIVE_UP_S)
         self.made.append(self._action(*args, **options))
         return self.made[-1]
 
     async def outlives(self, asking: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(asking)
-        await until(self._begun.is_set, what="the thread has begun")
+        await until(self.begun.is_set, what="the thread has begun")
         task.cancel()
         await asyncio.wait([task])
-        self._go.set()
+        self.go.set()
         await until(lambda: self.made, what="the thread has made it")
 
 
@@ -137,6 +139,17 @@ class Source:
 
 def nothing(*_: object) -> None:
     """Nobody looks at it."""
+
+
+def one_thread_beside_a_slow_one() -> None:
+    """What the loop gives to threads goes in order then."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+
+
+async def others_turn() -> None:
+    """Behind what the loop and its thread have to do now, however often they wait for each other."""
+    for _ in range(8):
+        await asyncio.to_thread(nothing)
 
 
 def is_open(model: StoredModel) -> bool:
@@ -193,6 +206,93 @@ async def test_nobody_waits_for_what_is_left_of_a_conversion(
         info = await again
     assert (info.model, len(info.sources)) == (digest, 2)
     assert len(list(service.store.models.iterdir())) == 1
+
+
+@pytest.mark.parametrize("step", ["adopt", "remember"])
+async def test_a_model_that_is_deleted_as_it_comes_leaves_nothing(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Who asked for it has just given it up: it would stay, or what is known of its source."""
+    one_thread_beside_a_slow_one()
+    checkpoint, digest = small_checkpoint(tmp_path)
+    slow = Slow(getattr(service.store, step))
+    monkeypatch.setattr(service.store, step, slow)
+    coming = asyncio.create_task(service.register(str(checkpoint), "", nothing))
+    await until(slow.begun.is_set, what="it comes into the store")
+    coming.cancel()
+    deleting = asyncio.create_task(service.delete(digest))
+    await others_turn()
+    slow.go.set()
+    await asyncio.wait([coming, deleting])
+    assert coming.cancelled()
+    assert deleting.exception() is None
+    assert service.store.digests() == []
+    assert service.store.sources(digest) == []
+
+
+async def test_a_model_that_is_wanted_as_it_comes_has_its_source(
+    service: LoaderService, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory is seen before, and nothing could be read."""
+    one_thread_beside_a_slow_one()
+    digest = small_checkpoint(tmp_path)[1]
+    slow = Slow(service.store.remember)
+    monkeypatch.setattr(service.store, "remember", slow)
+    coming = asyncio.create_task(service.register(f"{server.url}/checkpoint", "", nothing))
+    await until(slow.begun.is_set, what="it comes into the store")
+
+    async def load() -> list[ChunkSource]:
+        model = await service.model(digest)
+        return await asyncio.to_thread(model.open_sources, 0)
+
+    loading = asyncio.create_task(load())
+    await others_turn()
+    slow.go.set()
+    close_all(await loading)
+    await coming
+
+
+@pytest.mark.parametrize("copied", [True, False])
+async def test_what_begins_while_a_deleted_models_conversion_ends_is_seen(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    """And one that is refused at once ends no conversion."""
+    numbers_model(tmp_path / "model")
+    begun, ending, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    convert = service.registrations._convert
+
+    async def slow(*given: Any) -> Any:
+        if "--idle" not in given:
+            return await convert(*given)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await go.wait()
+
+    monkeypatch.setattr(service.registrations, "_convert", slow)
+    digest = (await service.register(str(tmp_path / "model"), "", nothing, CONVERT_LATER)).model
+    await begun.wait()
+    service.copying.running.add(digest)
+    with pytest.raises(Conflict, match="is being copied"):
+        await service.delete(digest)
+    assert not ending.is_set()
+    service.copying.running.discard(digest)
+    deleting = asyncio.create_task(service.delete(digest))
+    await ending.wait()
+    if copied:
+        service.copying.running.add(digest)
+        go.set()
+        with pytest.raises(Conflict, match="is being copied"):
+            await deleting
+        assert service.store.digests() == [digest]
+    else:
+        await service.model(digest)
+        go.set()
+        await deleting
+        with pytest.raises(ModelNotFound):
+            await service.model(digest)
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sllm_loaderd.convert.child import bring
+from sllm_loaderd.files import open_source_file
 from sllm_loaderd.sources import open_source
 from sllm_loaderd.sources.fetch import resolve
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
@@ -193,6 +194,49 @@ def test_links_within_a_model_and_those_of_a_hubs_cache_are_followed(model: Path
         (snapshot / name).symlink_to(Path("../../blobs") / name)
     (tmp_path / "link").symlink_to(snapshot)
     assert bring(str(tmp_path / "link"), tmp_path / "cached", tmp_path / "cache", "", direct=direct).digest == digest
+
+
+HEX = "0123456789" * 4
+HUB_LINKS = {
+    "a folder of a snapshot": ("models--x/snapshots/1/Q4/a.gguf", f"models--x/blobs/{HEX}"),
+    "a snapshot that was moved": ("moved/snapshots/1/Q4/a.gguf", "moved/blobs/etag"),
+    "a directory of an older tool": ("here/a.gguf", f"cache/models--x/blobs/{HEX}"),
+}
+OTHER_LINKS = {
+    "a cache of something else": ("here/a.gguf", f"cache/blobs/{HEX}"),
+    "what no hub names so": ("here/a.gguf", "cache/models--x/blobs/secret"),
+    "what lies below blobs": ("x/snapshots/1/a.gguf", f"x/blobs/sha256/{HEX}"),
+}
+
+
+def linked(directory: Path, link: str, target: str) -> Path:
+    """A file at ``target``, to which ``link`` leads."""
+    for made in (directory / link, directory / target):
+        made.parent.mkdir(parents=True, exist_ok=True)
+    (directory / target).write_bytes(b"bytes")
+    (directory / link).symlink_to(directory / target)
+    return directory / link
+
+
+@pytest.mark.parametrize("layout", HUB_LINKS)
+def test_links_to_files_of_a_hubs_cache_are_followed_wherever_they_are(tmp_path: Path, layout: str) -> None:
+    os.close(open_source_file(linked(tmp_path, *HUB_LINKS[layout])))
+
+
+@pytest.mark.parametrize("layout", OTHER_LINKS)
+def test_what_only_looks_like_a_hubs_cache_is_outside(tmp_path: Path, layout: str) -> None:
+    with pytest.raises(InvalidCheckpoint, match="outside the model's directory"):
+        open_source_file(linked(tmp_path, *OTHER_LINKS[layout]))
+
+
+def test_a_link_in_the_place_of_blobs_leads_nowhere(tmp_path: Path) -> None:
+    """Whoever makes a snapshot makes that, too."""
+    link = linked(tmp_path, "x/snapshots/1/a.gguf", f"hidden/{HEX}")
+    (tmp_path / "x" / "blobs").symlink_to(tmp_path / "hidden")
+    link.unlink()
+    link.symlink_to(Path("../../blobs") / HEX)
+    with pytest.raises(InvalidCheckpoint, match="outside the model's directory"):
+        open_source_file(link)
 
 
 @pytest.mark.parametrize("uri", ["ftp://x", "hf://", "hf://a/b/c", "s3://", "gs://bucket/x"])
