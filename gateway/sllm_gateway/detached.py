@@ -37,7 +37,6 @@ from sllm_runtime.protocol.calls import (
     BodyPart,
     CallOrder,
     Ended,
-    Entry,
     Journaled,
     Kept,
 )
@@ -143,7 +142,7 @@ class Detached:
         claimed = self._clock()
         for number, start in enumerate(range(0, len(order.body), MAX_PART)):
             part = BodyPart(number, order.body[start : start + MAX_PART])
-            await self._journal.write(BODIES_STREAM, asked.call, f"body-{number}", part, keep)
+            await self._journal.write(BODIES_STREAM, asked.call, part, keep, number=number)
             if asked.key and self._clock() - claimed >= CLAIMED_S / 3:
                 await self._journal.hold(asked.key, asked.claim, CLAIMED_S)
                 claimed = self._clock()
@@ -322,22 +321,25 @@ class Detached:
             exact=call.exact and (where is None or where.entry.exact),
         )
         keep = _order_s(call.version)
-        write = functools.partial(self._journal.write, run.stream, call.id, "began", began, keep, run.fence)
+        write = functools.partial(self._journal.write, run.stream, call.id, began, keep, run.fence)
         await self._insist(call.id, run.until, write, lambda: call.over or call.binding is not where)
 
     async def _write_batches(self, run: _Run, frames: Sequence[Frame]) -> bool:
         """Whether all of them are written: there was room, or the call has not failed meanwhile."""
         for some in batches(frames):
             batch = Batch(run.journaled.frames, some)
-            if not await self._store(run, f"batch-{run.journaled.batches}", batch):
+            if not await self._store(run, batch):
                 return False
             run.journaled.take(batch)
         return True
 
-    async def _store(self, run: _Run, name: str, entry: Entry) -> bool:
+    async def _store(self, run: _Run, batch: Batch) -> bool:
         """What comes meanwhile waits at the node, as for any slow reader. False: it could not be stored, and the call
         has failed meanwhile, so that its answer is none anyway. Raises as ``_insist``."""
-        write = functools.partial(self._journal.write, run.stream, run.call.id, name, entry, run.keep, run.fence)
+        number = run.journaled.batches
+        write = functools.partial(
+            self._journal.write, run.stream, run.call.id, batch, run.keep, run.fence, number=number
+        )
         return await self._insist(run.call.id, run.until, write, lambda: run.call.error is not None)
 
     async def _insist(
@@ -393,11 +395,11 @@ class Detached:
             frames=frames,
             yielded=end.yielded if end is not None else None,
         )
-        await self._journal.write(stream, asked.call, "kept", Kept(), JOURNAL_TTL_S, fence)
+        await self._journal.write(stream, asked.call, Kept(), JOURNAL_TTL_S, fence)
         if asked.key:
             with contextlib.suppress(Conflict):
                 await self._journal.hold(asked.key, asked.claim_begun, JOURNAL_TTL_S)
-        await self._journal.write(stream, asked.call, "ended", ended, JOURNAL_TTL_S + KNOWN_S, fence)
+        await self._journal.write(stream, asked.call, ended, JOURNAL_TTL_S + KNOWN_S, fence)
         await self._journal.give_back(asked)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Final, cast
 
@@ -21,11 +21,16 @@ from sllm_runtime.protocol.calls import (
     KNOWN_S,
     READING_S,
     Batch,
+    Began,
     BodyPart,
     CallOrder,
+    CancelAsked,
+    Ended,
     Entry,
     Journaled,
+    Kept,
     KeyClaim,
+    entry_name,
 )
 from sllm_runtime.protocol.errors import (
     CallMoved,
@@ -74,9 +79,17 @@ class Journal:
 
     # --- writing ----------------------------------------------------------------------------------
     async def write(
-        self, stream: str, call: str, name: str, entry: Entry, keep_s: float, order: int | None = None
+        self,
+        stream: str,
+        call: str,
+        entry: Entry,
+        keep_s: float,
+        order: int | None = None,
+        *,
+        number: int | None = None,
     ) -> int:
-        """Write ``entry`` under ``name``; it stands for ``keep_s`` seconds. Written again it changes nothing.
+        """Write ``entry``, of whose kind a call has one or, by ``number``, several; it stands for ``keep_s`` seconds.
+        Written again it changes nothing.
 
         ``order``: sequence of the call's order as its writer knows it, 0: there is none any more. Raises ``CallMoved``
         where there is a later one, ``JournalExpired`` where it is gone: nobody has the call then. A durable call's
@@ -84,9 +97,11 @@ class Journal:
         """
         if isinstance(entry, Batch) and stream == CALLS_STREAM:
             await self._room.require(stream, sum(len(frame.data) for frame in entry.frames), FOR_ENDS)
-        where = Last(stream, call_entry(stream, call, "order"), order) if order is not None else None
+        where = Last(stream, _place(stream, call, CallOrder), order) if order is not None else None
         try:
-            return await self._stored.write(call_entry(stream, call, name), entry, keep_s=keep_s, where=where)
+            return await self._stored.write(
+                _place(stream, call, type(entry), number), entry, keep_s=keep_s, where=where
+            )
         except Changed:
             await self.require(stream, call)
             raise moved(call) from None
@@ -95,7 +110,7 @@ class Journal:
 
     async def require(self, stream: str, call: str) -> None:
         """Raises ``JournalExpired`` where there is no order of the call: what was read of it will not go on."""
-        if await self._stored.last(stream, call_entry(stream, call, "order")) is None:
+        if await self._stored.last(stream, _place(stream, call, CallOrder)) is None:
             raise expired(call)
 
     async def admit(self, order: CallOrder, nbytes: int) -> None:
@@ -108,13 +123,13 @@ class Journal:
         """Its body is not needed any more: ``order`` has ended, or was never begun. Empty parts take its place, which a
         full stream takes too, and go at once."""
         for number in range(order.parts):
-            await self.write(BODIES_STREAM, order.call, f"body-{number}", BodyPart(number, b""), 1.0)
+            await self.write(BODIES_STREAM, order.call, BodyPart(number, b""), 1.0, number=number)
 
     async def begin(self, stream: str, mine: CallOrder, keep_s: float) -> int:
         """Write what is asked of a new call; the sequence of it. A copy of this write that a server hands on late finds
         it there, and does not make it another one, whose writer nobody would be. Raises ``CallMoved`` where another
         order of that call is there."""
-        subject = call_entry(stream, mine.call, "order")
+        subject = _place(stream, mine.call, CallOrder)
         try:
             return await self._stored.write(subject, mine, keep_s=keep_s, where=Last(stream, subject, 0))
         except Changed:
@@ -125,16 +140,16 @@ class Journal:
             raise moved(mine.call)
         return there[0]
 
-    async def create(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
-        """Write ``entry``, unless one is there."""
-        subject = call_entry(stream, call, name)
+    async def create(self, stream: str, call: str, entry: Entry, keep_s: float, *, number: int | None = None) -> None:
+        """Write ``entry`` as ``write`` does, unless one is there."""
+        subject = _place(stream, call, type(entry), number)
         with contextlib.suppress(Changed):
             await self._stored.write(subject, entry, keep_s=keep_s, where=Last(stream, subject, 0))
 
     async def take_over(self, stream: str, known: CallOrder, mine: CallOrder, keep_s: float) -> int | None:
         """Rewrite the order ``known`` as ``mine``; its sequence. None: it is another gateway's meanwhile. After
         ``Unavailable`` it may be ``mine`` all the same: asked again, this says so."""
-        subject = call_entry(stream, known.call, "order")
+        subject = _place(stream, known.call, CallOrder)
         there = await self._stored.last(stream, subject)
         if there is not None and order_of(there[1]) == known != mine:
             where = Last(stream, subject, there[0])
@@ -185,10 +200,10 @@ class Journal:
         """The stream that has it, and what was asked. ``led`` as ``Stored.last``. Raises ``CallNotFound``,
         ``JournalExpired`` where only its end is left."""
         for stream in STREAMS:
-            found = await self._stored.last(stream, call_entry(stream, call, "order"), led=led)
+            found = await self._stored.last(stream, _place(stream, call, CallOrder), led=led)
             if found is not None:
                 return stream, order_of(found[1])
-        if await self._stored.last(JOURNAL_STREAM, call_entry(JOURNAL_STREAM, call, "ended"), led=led) is not None:
+        if await self._stored.last(JOURNAL_STREAM, _place(JOURNAL_STREAM, call, Ended), led=led) is not None:
             raise expired(call)
         raise CallNotFound(
             f"no call {call} is kept: it is unknown, ended long ago, or had neither `Prefer: respond-async` nor an"
@@ -203,19 +218,19 @@ class Journal:
 
     async def end_of(self, stream: str, call: str) -> Journaled:
         """Of a call alone how it has ended, if it has, and whether its answer is kept."""
-        return await self._named(stream, call, ("ended", "kept"))
+        return await self._last(stream, call, Ended, Kept)
 
     async def outline(self, call: str) -> Journaled:
         """What was asked, what instance had it last and how it has ended, if it has. Raises as ``find``."""
         stream, order = await self.find(call)
-        found = await self._named(stream, call, ("began", "ended"))
+        found = await self._last(stream, call, Began, Ended)
         found.take(order)
         return found
 
-    async def _named(self, stream: str, call: str, names: Iterable[str]) -> Journaled:
+    async def _last(self, stream: str, call: str, *kinds: type[Entry]) -> Journaled:
         found = Journaled()
-        for name in names:
-            there = await self._stored.last(stream, call_entry(stream, call, name))
+        for kind in kinds:
+            there = await self._stored.last(stream, _place(stream, call, kind))
             if there is not None:
                 found.take(entry_of(there[1]))
         return found
@@ -250,21 +265,25 @@ class Journal:
         """Calls that somebody wanted ended while no gateway had them."""
         found: set[str] = set()
         for stream in STREAMS:
-            found |= (await snapshot(self._bus, stream, call_entries(stream, "*", "cancel"))).keys()
+            found |= (await snapshot(self._bus, stream, call_entries(stream, "*", entry_name(CancelAsked)))).keys()
         return {subject.split(".")[2] for subject in found}
 
     async def all(self) -> dict[str, Journaled]:
         """Every call that is known, without bodies and answers, by id. What another release wrote is left out."""
         calls: dict[str, Journaled] = {}
         for stream in STREAMS:
-            for name in ("order", "began", "ended", "kept"):
-                found = await snapshot(self._bus, stream, call_entries(stream, "*", name))
+            for kind in (CallOrder, Began, Ended, Kept):
+                found = await snapshot(self._bus, stream, call_entries(stream, "*", entry_name(kind)))
                 for subject, data in found.items():
                     try:
                         calls.setdefault(subject.split(".")[2], Journaled()).take(entry_of(data))
                     except ProtocolError as error:
                         log.error("%s is left out: %s", subject, error.message)
         return {call: journaled for call, journaled in calls.items() if journaled.order is not None}
+
+
+def _place(stream: str, call: str, kind: type[Entry], number: int | None = None) -> str:
+    return call_entry(stream, call, entry_name(kind, number))
 
 
 def entry_of(data: bytes) -> Entry:

@@ -261,13 +261,13 @@ class Succession:
         create, keep = self._journal.create, known_s(KEPT_S)
         for number, start in enumerate(range(0, len(body), MAX_PART)):
             part = BodyPart(number, body[start : start + MAX_PART])
-            await create(BODIES_STREAM, call, f"body-{number}", part, keep)
+            await create(BODIES_STREAM, call, part, keep, number=number)
         if stream.epoch:
             began = Began(at=stream.order.created, numerics=stream.numerics, epoch=stream.epoch, exact=stream.exact)
-            await create(JOURNAL_STREAM, call, "began", began, keep)
+            await create(JOURNAL_STREAM, call, began, keep)
         if frames := id_frames(stream.ids):
-            await create(JOURNAL_STREAM, call, "batch-0", Batch(0, frames), keep)
-        await create(JOURNAL_STREAM, call, "order", stream.order, keep)
+            await create(JOURNAL_STREAM, call, Batch(0, frames), keep, number=0)
+        await create(JOURNAL_STREAM, call, stream.order, keep)
 
     # --- readers ----------------------------------------------------------------------------------
     async def coming(self, call: str) -> None:

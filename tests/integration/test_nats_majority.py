@@ -73,10 +73,10 @@ async def test_a_write_that_is_refused_for_the_try_before_it_is_made_again(tmp_p
     with NatsCluster(tmp_path) as nats:
         async with connected(nats) as bus:
             journal = Journal(bus, Stored(bus, pause=pause))
-            fence = await journal.write(CALLS_STREAM, call, "order", order, 60.0)
+            fence = await journal.write(CALLS_STREAM, call, order, 60.0)
             began = Began(at=0.0, numerics="", epoch=1)
             with without_majority(nats):
-                writing = asyncio.create_task(journal.write(CALLS_STREAM, call, "began", began, 60.0, fence))
+                writing = asyncio.create_task(journal.write(CALLS_STREAM, call, began, 60.0, fence))
                 await until(lambda: tries >= FENCED or writing.done(), what="it is tried again")
                 assert not writing.done(), writing.exception()
             assert await writing > fence

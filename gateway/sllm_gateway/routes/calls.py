@@ -178,7 +178,7 @@ class CallRoutes:
             journaled, _ = await self._journal.now(stream, call)
             state = journaled.state
             if journaled.ended is None:  # its gateway is away: whoever goes on with it reads this
-                await self._journal.write(stream, call, "cancel", CancelAsked(), known_s(0.0))
+                await self._journal.write(stream, call, CancelAsked(), known_s(0.0))
                 state = await self._until_heard(stream, call)
         await _cancelled(send, call, state)
 

@@ -117,6 +117,12 @@ class CancelAsked(Record, frozen=True, kw_only=True, tag="cancel"):
 Entry = CallOrder | BodyPart | Began | Batch | Ended | Kept | CancelAsked
 
 
+def entry_name(kind: type[Entry], number: int | None = None) -> str:
+    """What an entry is written under in its call's journal: its tag, and its ``number`` where a call has several."""
+    tag = kind.__struct_config__.tag
+    return str(tag) if number is None else f"{tag}-{number}"
+
+
 class KeyClaim(Record, frozen=True, kw_only=True):
     """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked. ``begun``: its order was
     written, so it may have run, whatever is left of it (an earlier release does not say so)."""

@@ -150,7 +150,7 @@ _KEPT: Final = {JOURNAL_STREAM: "sllm.journal", CALLS_STREAM: "sllm.calls", BODI
 
 def call_entry(stream: str, call: str, entry: str) -> str:
     """Gateway → JOURNAL_STREAM or, of a durable call, CALLS_STREAM: ``calls.Entry``; its body → BODIES_STREAM.
-    ``entry``: its kind and number."""
+    ``entry``: ``calls.entry_name``."""
     return f"{_KEPT[stream]}.{token(call)}.{token(entry)}"
 
 

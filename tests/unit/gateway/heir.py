@@ -21,7 +21,7 @@ from sllm_gateway.succession import Succession
 from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.protocol.calls import Entry
+from sllm_runtime.protocol.calls import Entry, entry_name
 from tests.fixtures.nats import GATEWAY
 
 REACHED = b"it stands there\n"
@@ -32,11 +32,11 @@ class StandsStill(Journal):
 
     def __init__(self, bus: Bus, stored: Stored, last: str) -> None:
         super().__init__(bus, stored)
-        self._last = last
+        self._stands_at = last
 
-    async def create(self, stream: str, call: str, name: str, entry: Entry, keep_s: float) -> None:
-        await super().create(stream, call, name, entry, keep_s)
-        if name == self._last:
+    async def create(self, stream: str, call: str, entry: Entry, keep_s: float, *, number: int | None = None) -> None:
+        await super().create(stream, call, entry, keep_s, number=number)
+        if entry_name(type(entry), number) == self._stands_at:
             sys.stdout.buffer.write(REACHED)
             sys.stdout.buffer.flush()
             await asyncio.Event().wait()

@@ -16,9 +16,10 @@ from sllm_gateway.room import Level, Room
 from sllm_gateway.stored import Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.calls import CallOrder, KeyClaim
+from sllm_runtime.protocol.calls import Began, BodyPart, CallOrder, Ended, Entry, KeyClaim
 from sllm_runtime.protocol.errors import CallMoved, Conflict, JournalExpired, StoreFull
 from sllm_runtime.protocol.limits import KIB, MAX_BODY, MAX_PART, MIB
+from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import BODIES_STREAM, CALLS_STREAM, JOURNAL_STREAM, KEYS_STREAM, call_entry
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -210,7 +211,7 @@ async def test_who_reads_a_call_that_nobody_has_any_more_is_told(nats: Nats, mon
     monkeypatch.setattr(journal, "READING_S", 0.1)
     async with world(nats) as w:
         known = asked("call-0", "0" * 12)
-        await journal_of(await nats.bus(GATEWAY_2)).write(JOURNAL_STREAM, "call-0", "order", known, 60)
+        await journal_of(await nats.bus(GATEWAY_2)).write(JOURNAL_STREAM, "call-0", known, 60)
         async with w.http.stream("GET", "/v1/calls/call-0/events") as reading:
             assert reading.status_code == 200
             await drop(w.controller.bus, JOURNAL_STREAM, call_entry(JOURNAL_STREAM, "call-0", "order"))
@@ -248,17 +249,17 @@ async def test_a_call_that_was_evicted_after_its_gateway_died_is_not_unknown(nat
 async def test_a_writer_is_told_apart_what_became_of_its_call(nats: Nats) -> None:
     """Another gateway has it, or nobody; where nobody has, its end can still be written, and nothing else."""
     bus, kept = await nats.streams(), journal_of(await nats.bus(GATEWAY))
-    first = asked("call-1")
-    fence = await kept.write(JOURNAL_STREAM, "call-1", "order", first, 60)
-    later = await kept.write(JOURNAL_STREAM, "call-1", "order", asked("call-1", "other"), 60)
+    first, began = asked("call-1"), Began(at=0.0, numerics="n", epoch=1)
+    fence = await kept.write(JOURNAL_STREAM, "call-1", first, 60)
+    later = await kept.write(JOURNAL_STREAM, "call-1", asked("call-1", "other"), 60)
     with pytest.raises(CallMoved):
-        await kept.write(JOURNAL_STREAM, "call-1", "began", first, 60, fence)
+        await kept.write(JOURNAL_STREAM, "call-1", began, 60, fence)
     with pytest.raises(CallMoved):
-        await kept.write(JOURNAL_STREAM, "call-1", "began", first, 60, 0)
+        await kept.write(JOURNAL_STREAM, "call-1", began, 60, 0)
     await drop(bus, JOURNAL_STREAM, call_entry(JOURNAL_STREAM, "call-1", "order"))
     with pytest.raises(JournalExpired):
-        await kept.write(JOURNAL_STREAM, "call-1", "began", first, 60, later)
-    await kept.write(JOURNAL_STREAM, "call-1", "ended", first, 60, 0)
+        await kept.write(JOURNAL_STREAM, "call-1", began, 60, later)
+    await kept.write(JOURNAL_STREAM, "call-1", Ended(at=0.0, state=CallState.FAILED), 60, 0)
     with pytest.raises(JournalExpired):
         await kept.find("call-1")
 
@@ -290,12 +291,12 @@ async def test_a_key_is_held_while_its_body_is_written(nats: Nats, lost: bool, m
         holds.append(claim.call)
         await hold(self, name, claim, max(keep_s, 60.0))
 
-    async def writing(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
-        if name == "body-1" and lost:
+    async def writing(self: Journal, stream: str, call: str, entry: Entry, *more: Any, **by: Any) -> int:
+        if isinstance(entry, BodyPart) and entry.number == 1 and lost:
             found = await w.controller.bus.jetstream.get_last_msg(KEYS_STREAM, subjects.KEY_CLAIMS)
             await drop(w.controller.bus, KEYS_STREAM, found.subject or "")
             await self.claim((found.subject or "").rpartition(".")[2], KeyClaim(call="call-2", body=b""))
-        return await write(self, stream, call, name, *more)
+        return await write(self, stream, call, entry, *more, **by)
 
     monkeypatch.setattr(Journal, "hold", holding)
     monkeypatch.setattr(Journal, "write", writing)
@@ -345,7 +346,7 @@ async def test_a_call_that_is_taken_up_ends_where_its_key_is_another_calls(nats:
         kept = journal_of(await nats.bus(GATEWAY_2))
         await kept.claim("k", KeyClaim(call="call-2", body=b""))
         known: CallOrder = asked("call-1", "0" * 12, function="gate", parts=0, key="k", durable=True)
-        await kept.write(CALLS_STREAM, "call-1", "order", known, 60)
+        await kept.write(CALLS_STREAM, "call-1", known, 60)
         w.gateway._taking_up.look(["call-1"])
         assert (await reaches(w.http, "call-1", "FAILED"))["error"]["code"] == "conflict"
         await until(lambda: all(run.cancelled.is_set() for run in gate.runs), what="nothing of it runs")

@@ -20,7 +20,7 @@ from sllm_gateway.replay import After, stream_of
 from sllm_gateway.resumption import VALUES
 from sllm_gateway.stored import Stored
 from sllm_runtime.protocol import codec, subjects
-from sllm_runtime.protocol.calls import CallOrder, Reading
+from sllm_runtime.protocol.calls import Began, CallOrder, Entry, Kept, Reading, entry_name
 from sllm_runtime.protocol.errors import InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Usage
 from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
@@ -343,10 +343,10 @@ async def test_one_that_has_ended_and_is_still_open_is_not_cancelled(
     go, journal, leave = asyncio.Event(), Journal.write, Calls.leave
     left: list[Any] = []
 
-    async def waits(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
-        if name == "kept":
+    async def waits(self: Journal, stream: str, call: str, entry: Entry, *more: Any, **by: Any) -> int:
+        if isinstance(entry, Kept):
             await go.wait()
-        return await journal(self, stream, call, name, *more)
+        return await journal(self, stream, call, entry, *more, **by)
 
     def later(self: Calls, call: Any) -> None:
         left.append(call)
@@ -497,11 +497,12 @@ async def test_a_journal_waits_for_jetstream_whatever_its_patience(nats: Nats, m
     """Nobody else would ever write how the call ended."""
     write, refused = Journal.write, list[str]()
 
-    async def takes_nothing(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
+    async def takes_nothing(self: Journal, stream: str, call: str, entry: Entry, *more: Any, **by: Any) -> int:
+        name = entry_name(type(entry), **by)
         if name in ("began", "batch-0", "kept", "ended") and refused.count(name) < 2:
             refused.append(name)
             raise Unavailable("no leader")
-        return await write(self, stream, call, name, *more)
+        return await write(self, stream, call, entry, *more, **by)
 
     monkeypatch.setattr(Journal, "write", takes_nothing)
     async with world(nats) as w:
@@ -561,14 +562,14 @@ async def test_one_that_cannot_be_run_twice_is_said_to_have_begun_before_an_inst
     """Its gateway dies while JetStream does not take that, or right after it."""
     write, refused, gate = Journal.write, list[str](), Gate()
 
-    async def takes_nothing(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
-        if name == "began":
+    async def takes_nothing(self: Journal, stream: str, call: str, entry: Entry, *more: Any, **by: Any) -> int:
+        if isinstance(entry, Began):
             refused.append(call)
             if len(refused) < 3:
                 await asyncio.sleep(0.01)  # ``_insist`` leaves the patience to the write
                 assert not w.node.opened
                 raise Unavailable("no leader")
-        return await write(self, stream, call, name, *more)
+        return await write(self, stream, call, entry, *more, **by)
 
     monkeypatch.setattr(Journal, "write", takes_nothing)
     async with world(nats) as w:
@@ -585,11 +586,11 @@ async def test_one_that_is_cancelled_before_an_instance_hears_of_it_gives_its_sl
 ) -> None:
     write, waits, goes_on = Journal.write, asyncio.Event(), asyncio.Event()
 
-    async def slow(self: Journal, stream: str, call: str, name: str, *more: Any) -> int:
-        if name == "began" and not waits.is_set():
+    async def slow(self: Journal, stream: str, call: str, entry: Entry, *more: Any, **by: Any) -> int:
+        if isinstance(entry, Began) and not waits.is_set():
             waits.set()
             await goes_on.wait()
-        return await write(self, stream, call, name, *more)
+        return await write(self, stream, call, entry, *more, **by)
 
     monkeypatch.setattr(Journal, "write", slow)
     async with world(nats) as w:

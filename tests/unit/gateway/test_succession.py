@@ -471,20 +471,20 @@ async def test_a_life_whose_record_was_lost_goes_on(nats: Nats) -> None:
 async def test_one_takes_a_call_over_and_the_other_writes_no_more_of_it(nats: Nats) -> None:
     w = await two(nats)
     first = asked("call-1", "a")
-    fence = await w.journal_a.write(JOURNAL_STREAM, "call-1", "order", first, 60)
-    await w.journal_a.write(JOURNAL_STREAM, "call-1", "batch-0", Batch(0, ()), 60, fence)
+    fence = await w.journal_a.write(JOURNAL_STREAM, "call-1", first, 60)
+    await w.journal_a.write(JOURNAL_STREAM, "call-1", Batch(0, ()), 60, fence, number=0)
     claims = await asyncio.gather(
         *(w.journal_b.take_over(JOURNAL_STREAM, first, asked("call-1", str(n), GATEWAY_2), 60) for n in range(4))
     )
     assert len([claim for claim in claims if claim is not None]) == 1
     with pytest.raises(CallMoved, match="/v1/calls/call-1/events"):
-        await w.journal_a.write(JOURNAL_STREAM, "call-1", "batch-1", Batch(0, ()), 60, fence)
+        await w.journal_a.write(JOURNAL_STREAM, "call-1", Batch(0, ()), 60, fence, number=1)
     assert await w.journal_b.take_over(JOURNAL_STREAM, first, first, 60) is None
     (taken,) = [claim for claim in claims if claim is not None]
     mine = (await w.journal_b.find("call-1"))[1]
     for known in (first, mine):  # whoever has not heard of its write asks again
         assert await w.journal_b.take_over(JOURNAL_STREAM, known, mine, 60) == taken
-    await w.journal_b.write(JOURNAL_STREAM, "call-1", "batch-1", Batch(0, ()), 60, taken)
+    await w.journal_b.write(JOURNAL_STREAM, "call-1", Batch(0, ()), 60, taken, number=1)
     journaled, _ = await w.journal_a.now(JOURNAL_STREAM, "call-1")
     assert (journaled.batches, journaled.order and journaled.order.gateway) == (2, GATEWAY_2)
 
@@ -492,7 +492,7 @@ async def test_one_takes_a_call_over_and_the_other_writes_no_more_of_it(nats: Na
 async def test_what_is_created_twice_stays_as_it_was(nats: Nats) -> None:
     w = await two(nats)
     for order in (asked("call-1", "a"), asked("call-1", "b")):
-        await w.journal_a.create(JOURNAL_STREAM, "call-1", "order", order, 60)
+        await w.journal_a.create(JOURNAL_STREAM, "call-1", order, 60)
     assert (await w.journal_b.find("call-1"))[1].life == "a"
 
 
