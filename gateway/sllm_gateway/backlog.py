@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 from sllm_runtime.platform.outbox import encode
@@ -36,6 +37,11 @@ class Backlog:
         self._waiting.append((number, data))
         self._bytes += len(data)
         return number, data
+
+    @property
+    def waiting(self) -> Iterable[tuple[int, bytes]]:
+        """All of them, in order."""
+        return self._waiting
 
     @property
     def first(self) -> tuple[int, bytes] | None:

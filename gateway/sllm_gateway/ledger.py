@@ -165,7 +165,8 @@ def _size(entry: Whole | More) -> int:
 
 
 def streams(logs: Iterable[Log]) -> list[Whole]:
-    """What a life's log says of the streams that had not ended, from its beginning or any later place."""
+    """What a life's log says of the streams that had not ended, from its beginning or any later place. It may have
+    holes: what its gateway told as NATS went away, and had not stored before it died."""
     found: dict[str, Whole] = {}
     ids: dict[str, dict[int, list[int]]] = {}
     for entry in (entry for log in logs for entry in log.entries):
@@ -182,7 +183,8 @@ def streams(logs: Iterable[Log]) -> list[Whole]:
             )
             for new in entry.ids:
                 known = ids[entry.call].setdefault(new.generation, [])
-                known[new.first :] = new.ids
+                if new.first <= len(known):  # else a message between was lost, and what it had is drawn again
+                    known[new.first :] = new.ids
     return [replace(whole, ids=_by_generation(ids[call])) for call, whole in found.items()]
 
 

@@ -69,6 +69,10 @@ class Lives:
 
         return Watch(self._bus, LIVES_STREAM, life_beat(), take)
 
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """As ``Bus.on_reconnect``."""
+        return self._bus.on_reconnect(callback)
+
     # --- one's own --------------------------------------------------------------------------------
     async def beat(self, *, over: bool = False) -> None:
         """This gateway lives, or has ended in order. Raises ``Over`` or ``Lost``."""
@@ -120,9 +124,19 @@ class Lives:
         """More of its log: the others hear it now, and it waits to be stored."""
         try:
             number, data = self._backlog.add(log)
-            self._bus.publish_now(life_told(self.me.gateway, self.me.life, number), msgspec.Raw(data))
         except ProtocolError as error:
             _logger.error("%d stream(s) would end with this gateway: %s", len(log.entries), error.message)
+            return
+        self._tell(number, data)
+
+    def tell_again(self) -> None:
+        """What waits to be stored: as NATS went away the others may not have heard it."""
+        for number, data in self._backlog.waiting:
+            self._tell(number, data)
+
+    def _tell(self, number: int, data: bytes) -> None:
+        try:
+            self._bus.publish_now(life_told(self.me.gateway, self.me.life, number), msgspec.Raw(data))
         except Unavailable as error:  # it is stored all the same
             _logger.info("the others are not told of this gateway's log: %s", error.message)
 

@@ -83,6 +83,9 @@ class Succession:
         self._told = asyncio.Event()
         """Something waits to be stored."""
         self._watch: Watch | None = None
+        self._back = asyncio.Event()
+        """NATS was away."""
+        self._off: Callable[[], None] | None = None
         self._due = 0.0
         """When the next beat is."""
         self._looked = -IDS_S
@@ -97,7 +100,9 @@ class Succession:
         self._watch = self._lives.watch(self._heard)
         await self._watch.start()
         self._has_beaten()
+        self._off = self._lives.on_reconnect(self._back.set)
         self._tasks.start(self._again_and_again(self._tell), "log")
+        self._tasks.start(self._again_and_again(self._tell_again), "log again")
         self._tasks.start(self._again_and_again(self._store), "beats and log")
         self._tasks.start(self._again_and_again(self._look), "others")
 
@@ -114,6 +119,8 @@ class Succession:
         """End it in order: whatever is left of it (``Ledger.hand_on``) is taken over at once. Repeatable."""
         if self._watch is None:
             return
+        if self._off is not None:
+            self._off()
         await self._tasks.close()
         await self._hearsay.close()
         await self._watch.close()
@@ -143,6 +150,14 @@ class Succession:
         for entries in self._ledger.logs(now, begun=not all_of_them):
             self._lives.tell(entries)
             self._told.set()
+
+    async def _tell_again(self) -> None:
+        """At once, and when those are back too that took longer."""
+        await self._back.wait()
+        self._back.clear()
+        self._lives.tell_again()
+        await self._pause(BEAT_S)
+        self._lives.tell_again()
 
     async def _store(self) -> None:
         try:

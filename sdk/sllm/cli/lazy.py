@@ -24,7 +24,7 @@ SUMMARIES: Final = {
     "model": "Convert, register and look after models.",
     "node": "Look at the cluster's nodes.",
     "secret": "Store secrets for functions.",
-    "call": "Look at calls that are kept, and cancel them.",
+    "call": "Look at calls that run, wait or are kept, and cancel calls.",
     "migrate": "Move the running calls of an instance to another node.",
     "explain": "Say why a function or an open call runs where it does.",
     "events": "Show what happened.",

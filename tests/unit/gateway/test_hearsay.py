@@ -16,6 +16,7 @@ from sllm_gateway.lives import Lives, Lost
 from sllm_gateway.overheard import Overheard
 from sllm_gateway.stored import Stored
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.frames import Ids
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.lives import LIVES_AGE_S, TAG, Gone, Log, More, Whole
@@ -107,6 +108,36 @@ async def test_what_one_has_heard_is_told_to_who_has_not(nats: Nats) -> None:
     assert await heir.of(w.a.me.life, -1, ["gone"]) == {}
     for each in (listener, heir):
         await each.close()
+
+
+async def test_what_waits_to_be_stored_is_told_again(nats: Nats) -> None:
+    """As NATS went away nobody heard it, and its gateway may die before it is stored."""
+    w = await two(nats)
+    await w.a.beat()
+    for number in range(3):
+        w.a.tell(Log((Gone(f"call-{number}"),)))
+    await w.a.store()
+    listener = Hearsay(await nats.bus(GATEWAY_2), GATEWAY_2)
+    await listener.start()
+    w.a.tell_again()
+    await until(lambda: set(listener._heard.after(w.a.me.life)) == {1, 2}, what="what is not stored is heard")
+    await listener.close()
+
+
+async def test_a_gateway_tells_what_waits_again_once_nats_is_back(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stores_nothing(self: Lives) -> None:
+        raise Unavailable("no leader")
+
+    monkeypatch.setattr(Lives, "store", stores_nothing)
+    async with world(nats) as w:
+        lives = w.gateway._succession._lives
+        lives.tell(Log((Gone("call-1"),)))
+        listener = Hearsay(await nats.bus(GATEWAY_2), GATEWAY_2)
+        await listener.start()
+        await nats.kill()
+        await nats.start()
+        await until(lambda: listener._heard.last(lives.me.life) >= 0, what="what is not stored is heard")
+        await listener.close()
 
 
 async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> None:

@@ -152,6 +152,18 @@ def test_what_is_written_is_what_there_was(
         assert told(found) == gateway.left()
 
 
+@given(st.lists(STEPS, max_size=40), st.integers(1, 5))
+def test_a_log_with_a_hole_says_nothing_that_is_wrong(steps: list[tuple[str, int, int]], hole: int) -> None:
+    """As ids are drawn here, the n-th of an output is n: of each stream the first of them are known, without a gap."""
+    gateway = Gateway()
+    gateway.do("begin", 1, 1)
+    for step in [*steps, *[("ids", 1, 2)] * 3]:
+        gateway.do(*step)
+        gateway.do("write", 0, 1)
+    for whole in streams(gateway.logs[:-hole] + gateway.logs[len(gateway.logs) - hole + 1 :]):
+        assert all(ids == tuple(range(len(ids))) for ids in whole.ids)
+
+
 def test_a_stream_that_is_never_written_leaves_nothing() -> None:
     gateway = Gateway()
     gateway.do("begin", 0, 1)

@@ -1,8 +1,10 @@
 """Where the embedded server listens."""
 
+import json
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from sllm_runtime.platform.bus import Bus
@@ -46,6 +48,23 @@ async def test_a_server_of_somebody_else_is_not_taken_for_its_own(nats: Nats, tm
         await bus.close()
     finally:
         await server.stop()
+
+
+async def test_what_the_server_acknowledges_is_on_its_disk(tmp_path: Path) -> None:
+    """As the server itself tells it, at its monitoring port, which the platform leaves closed."""
+    server = EmbeddedNats(directory=tmp_path, identities=(new_identity("controller", CONTROLLER),))
+    server.prepare()
+    monitor = f"127.0.0.1:{free_port()}"
+    server.config_file.write_text(json.dumps({**json.loads(server.config_file.read_text()), "http": monitor}))
+    child = server.new_child()
+    await child.start()
+    try:
+        await server.wait_ready(child)
+        async with httpx.AsyncClient() as http:
+            told = (await http.get(f"http://{monitor}/jsz")).json()
+        assert told["config"]["sync_always"] is True
+    finally:
+        await child.stop(0.0)
 
 
 def test_the_server_leaves_most_of_a_machine_to_others() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def fn(model, prompt="def f", mode="text", **options):
     else:
         yield from model.generate(prompt, **options)
 """
+CODER = Path(__file__).parents[3] / "functions" / "coder"
 CONTEXT = 2048
 """Long enough that no answer is over before a test could cancel it."""
 TEMPLATE = (
@@ -51,9 +53,15 @@ def served(
     shutil.copytree(models("llama"), home / "model")
     amend(home / "model" / "tokenizer_config.json", chat_template=TEMPLATE)
     amend(home / "model" / "config.json", max_position_embeddings=CONTEXT)
+    with serving(zygote, loader.grant(home / "model"), home / "w") as worker:
+        yield worker
+
+
+@contextmanager
+def serving(zygote: Zygote, session: Any, workdir: Path) -> Iterator[Worker]:
     worker = zygote.spawn()
     made = manifest(kind="generator", streams=True, model="m", engine=True)
-    worker.start(made, bundle_of({"user.py": SOURCE}), workdir=home / "w", session=loader.grant(home / "model"))
+    worker.start(made, bundle_of({"user.py": SOURCE}), workdir=workdir, session=session)
     yield worker
     worker.close()
     zygote.exited(zygote.count)
@@ -272,7 +280,34 @@ def test_cached_tokens_are_counted_once(served: Worker) -> None:
         assert (answer.end.usage.prompt, answer.end.usage.cached) == (310, cached)
 
 
+def resume(
+    worker: Worker, deltas: list[Any], delivered: int, recorded: tuple[tuple[int, ...], ...], **asked: Any
+) -> Answer:
+    """Of a call that had drawn ``recorded`` and told ``deltas``, of which its reader has so many."""
+    said = b"".join(codec.pack(delta) for delta in deltas[:delivered])
+    resumed = worker.run(
+        {"model": "m", "prompt": "def f", "temperature": 0, **asked}, kind="completion", recorded=recorded,
+        delivered=delivered, delivered_hash=hashlib.blake2b(said, digest_size=16).digest(),
+    )  # fmt: skip
+    assert resumed.end is not None
+    assert resumed.end.error is None
+    return resumed
+
+
 SCORED = pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"logprobs": 1, "echo": True}], ids=str)
+
+
+def test_a_stream_goes_on_inside_a_character(zygote: Zygote, loader: Any, tmp_path: Path) -> None:
+    """What a killed worker had drawn ends anywhere, so also after one byte of three."""
+    asked = {"regex": "[\u4f60\u597d\u00e9]{8}", "max_tokens": 40}
+    with serving(zygote, loader.grant(CODER / "model"), tmp_path / "w") as worker:
+        whole = completion(worker, **asked)
+        ids = tuple(token for part in whole.ids for token in part.ids)
+        assert len(ids) >= 2 * len(text(whole)) == 16, "a character is of several tokens"
+        for known in range(len(ids) + 1):
+            for delivered in (0, 1, len(whole.deltas) - 1, len(whole.deltas)):
+                resumed = resume(worker, whole.deltas, delivered, (ids[:known],), **asked)
+                assert resumed.deltas == whole.deltas[delivered:], (known, delivered)
 
 
 @SCORED
@@ -286,14 +321,8 @@ def test_a_stream_goes_on_where_its_reader_has_it(served: Worker, count: int, mo
         drawn[part.generation] = drawn.get(part.generation, ()) + part.ids
     assert [len(ids) for ids in drawn.values()] == [12] * count
     for delivered, known in ((1, 0), (1, 3), (5, 12), (6 * count, 6), (len(whole.deltas), 12)):
-        said = b"".join(codec.pack(delta) for delta in whole.deltas[:delivered])
-        resumed = served.run(
-            {"model": "m", "prompt": "def f", **asked}, kind="completion",
-            recorded=tuple(drawn[number][:known] for number in range(count)),
-            delivered=delivered, delivered_hash=hashlib.blake2b(said, digest_size=16).digest(),
-        )  # fmt: skip
-        assert resumed.end is not None
-        assert resumed.end.error is None
+        recorded = tuple(drawn[number][:known] for number in range(count))
+        resumed = resume(served, whole.deltas, delivered, recorded, **asked)
         assert resumed.deltas == whole.deltas[delivered:]
 
 

@@ -191,7 +191,7 @@ run "user_data" {
   }
 
   assert {
-    condition     = strcontains(local.boot_env, "\nSTAGES=\"packages account storage memory gpus software credentials environment\"\nPACKAGES=\"mdadm xfsprogs\"\n")
+    condition     = strcontains(local.boot_env, "\nSTAGES=\"packages account storage memory namespaces gpus software credentials environment\"\nPACKAGES=\"mdadm xfsprogs\"\n")
     error_message = "disks are made into one before anything is put there"
   }
 }
