@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import LEAST_IN_ALL, Plan, wreck
+from benchmarks.chaos import GROWN_MIB, LEAST_IN_ALL, Plan, wreck
 from benchmarks.chaos_schedule import STOPPED_S
 from benchmarks.runner import Run
 from tests.fixtures.deployed import FUNCTIONS
@@ -35,6 +35,7 @@ def test_no_call_is_lost_and_no_token_lost_repeated_or_changed(tmp_path: Path, c
     assert outcome.called_again == 0
     assert not outcome.processes_left
     assert outcome.memory_left_mib == 0
+    assert outcome.grown[0] <= GROWN_MIB, outcome.grown
 
 
 TOKENS = 110

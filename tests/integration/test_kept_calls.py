@@ -16,7 +16,7 @@ from sllm.client import Client
 from sllm.sse import Parser
 from sllm_runtime.protocol.http import API, ExplainView
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, wait
+from tests.fixtures.deployed import deploy, wait, wait_gone
 from tests.fixtures.kept import begin, first_events, read_on
 from tests.fixtures.moving import AT, whole
 from tests.fixtures.streams import Stream
@@ -191,8 +191,26 @@ def test_everything_is_restarted(cluster: Cluster, text: list[str], gate: Path) 
     token, port = cluster.token, int(cluster.url.rpartition(":")[2])
     cluster.stop()
     gate.touch()
-    again = Cluster(cluster.home.parent, env={"SLLM_TOKEN": token}, port=port)
-    with again:
+    with Cluster(cluster.home.parent, env={"SLLM_TOKEN": token}, port=port) as again:
         done = ended(again, call)
         assert (done["state"], done["error"]) == ("SUCCEEDED", None)
         assert done["result"] == text
+
+
+def test_everything_is_killed(coder: Path, tmp_path: Path) -> None:
+    """``sllm up``, and with it all that it has started, as where a machine loses its power: nobody could write another
+    word. What was acknowledged is there again."""
+    gate = tmp_path / "gate"
+    with Cluster(tmp_path) as cluster:
+        deploy(cluster, "gated_coder::fn", name="coder", model=str(coder / "model"), keep_alive=300)
+        call = begin(cluster, "coder", gated(gate))
+        first_events(cluster, call, SEEN)
+        assert cluster.process is not None
+        there = cluster.running().pids
+        cluster.process.kill()
+        wait_gone(set(there.values()))
+        gate.touch()
+        with Cluster(tmp_path, env={"SLLM_TOKEN": cluster.token}) as again:
+            done = ended(again, call)
+            assert (done["state"], done["error"]) == ("SUCCEEDED", None)
+            assert done["result"] == whole(again, gate, **ASK)

@@ -1,4 +1,5 @@
-"""The scheduler itself moves a running call, since another function starts sooner where it runs."""
+"""The scheduler itself makes room by a running call, since another function starts sooner where it runs: moves it, or
+ends its instance, as the policy is. And a model's copy is brought to where it was never started."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from benchmarks.slow_store import Store
 from sllm_loaderd.convert import convert_directory
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, events, view, wait_cold
-from tests.fixtures.moving import AT, moved, read_while, whole
+from tests.fixtures.command import sllm_json
+from tests.fixtures.deployed import deploy, events, view, wait, wait_cold
+from tests.fixtures.moving import AT, counted, moved, read_while, whole
 from tests.fixtures.streams import Stream
 
 MIB = 2**20
@@ -50,16 +52,19 @@ def wish(cluster: Cluster, node: str, what: str) -> None:
     assert cluster.http.post(f"{API}/nodes/{node}/{what}").status_code == 200
 
 
+@pytest.mark.parametrize("policy", ["startup-time", "preemption"])
 def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
-    models: Path, store: Store, tmp_path: Path
+    models: Path, store: Store, tmp_path: Path, policy: str
 ) -> None:
     """ServerlessLLM, figure 3: n2 has B's weights in memory and runs A, n1 has A's and is idle. B would be read from a
-    slow store there, so A's call goes on at n1 and B starts on n2."""
+    slow store there, so A's call goes on at n1 and B starts on n2. By ``preemption`` A's instance is ended for that,
+    and its call goes on from its tokens."""
+    moves = policy == "startup-time"
     url = f"http://127.0.0.1:{store.server_port}"
     code = tmp_path / "code"  # alone there: what lies beside a function goes with it
     code.mkdir()
     function = shutil.copy(cold_gigabyte.FUNCTION, code / "started.py")
-    with Cluster(tmp_path, nodes=2, env=ONE_EACH) as cluster:
+    with Cluster(tmp_path, nodes=2, env={**ONE_EACH, "SLLM_POLICY": policy}) as cluster:
         wish(cluster, "n2", "cordon")
         deploy(cluster, "gated_coder::fn", name="coder", model=f"{url}/a", keep_alive=300, max_instances=2)
         wish(cluster, "n1", "drain")
@@ -79,15 +84,50 @@ def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
 
         pieces = read_while(cluster, tmp_path / "gate", call_b)
         assert heard == [(models / "digest").read_text()]
-        assert moved(cluster) == 1
+        assert (moved(cluster), counted(cluster, "resumed")) == ((1, 0) if moves else (0, 1))
         told = cluster.http.get(f"{API}/explain/{calls[0]}").json()
-        assert ", after running calls had been moved for it: makes room on n2 by moving coder-1-" in told["decision"]
+        how = "running calls had been moved" if moves else "instances had been ended"
+        by = "moving coder-1-" if moves else "stopping 1 at work (coder-1-"
+        assert f", after {how} for it: makes room on n2 by {by}" in told["decision"]
         started = [
             (event["node"], event["fields"].get("tier")) for event in events(cluster, "digest", "instance.ready")
         ]
         assert started == [("n2", "remote"), ("n2", "dram")]
-        (done,) = events(cluster, "coder", "migration.done")
-        assert (done["node"], float(done["fields"]["expected_s"]) < B_BYTES / SLOW) == ("n1", True)
+        done = [
+            (event["node"], float(event["fields"]["expected_s"]) < B_BYTES / SLOW)
+            for event in events(cluster, "coder", "migration.done")
+        ]
+        assert done == ([("n1", True)] if moves else [])
         assert [instance.node for instance in view(cluster, "coder").instances if instance.state == "READY"] == ["n1"]
         assert pieces == whole(cluster, tmp_path / "open")
         assert len(pieces) > AT
+
+
+def test_what_is_started_has_a_copy_on_the_other_nodes_disk_too(models: Path, store: Store, tmp_path: Path) -> None:
+    """The next start there reads no store."""
+    store.rate = FAST
+    with Cluster(tmp_path, nodes=2) as cluster:
+        wish(cluster, "n2", "cordon")
+        model = f"http://127.0.0.1:{store.server_port}/a"
+        deploy(cluster, "gated_coder::fn", name="coder", model=model, keep_alive=0)
+        pieces = whole(cluster, tmp_path / "open")
+        wait_cold(cluster, "coder")
+        (digest,) = {version.model for version in view(cluster, "coder").versions}
+
+        def tiers(node: str) -> list[str]:
+            found: list[str] = cluster.http.get(f"{API}/nodes/{node}").json()["tiers"].get(digest, [])
+            return found
+
+        def copies() -> list[str]:
+            return [node for node in ("n1", "n2") if "ssd" in tiers(node)]
+
+        wait(lambda: copies() == ["n1"], lambda: f"its start has left a copy; {copies()} have one")
+        wish(cluster, "n2", "uncordon")
+        (placed,) = [each for each in sllm_json(cluster.env, "model", "place")["models"] if each["model"] == digest]
+        assert placed["wanted"] == ["n1", "n2"]
+        wait(lambda: copies() == ["n1", "n2"], lambda: f"both have a copy; {copies()} have one")
+        store.rate = SLOW
+        wish(cluster, "n1", "cordon")
+        assert whole(cluster, tmp_path / "open") == pieces
+        *_, last = events(cluster, "coder", "instance.ready")
+        assert (last["node"], last["fields"]["tier"]) == ("n2", "ssd")

@@ -96,6 +96,17 @@ def written(*values: int, first: int = 0) -> str:
     return "".join(f"id: {n}\ndata: {value}\n\n" for n, value in enumerate(values, first)) + "data: [DONE]\n\n"
 
 
+async def test_an_answer_can_be_read_for_five_minutes(nats: Nats) -> None:
+    """From its end on: by the entry that says so, which everything else of it outlives."""
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        call = (await w.http.post("/fn/count", json={"n": 1}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "SUCCEEDED")
+        seconds = {name: int(((await stored(w, call, name)).headers or {})["Nats-TTL"]) for name in ("kept", "batch-0")}
+        assert seconds["kept"] == 300
+        assert seconds["batch-0"] >= 300 + manifest("count").timeout
+
+
 async def test_respond_async_is_accepted_and_its_answer_read_at_any_gateway(nats: Nats) -> None:
     async with world(nats) as w, second(nats) as other:
         gate = Gate()

@@ -8,6 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import httpx
@@ -20,6 +21,7 @@ from sllm_gateway import move as moving
 from sllm_gateway import moves, queue, tempo
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call
+from sllm_gateway.link import Link
 from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, Stage
 from sllm_gateway.pace import Pace
 from sllm_gateway.resumption import Resumption
@@ -35,7 +37,7 @@ from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import parse_comment
 from tests.fixtures.nats import NODE, NODE_2, Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, ScriptedNode, World, entry, world
 from tests.unit.gateway.test_faults import SSE, values
 from tests.unit.gateway.test_resumption import engine
@@ -1304,6 +1306,41 @@ async def test_its_caller_goes_away_in_the_middle(nats: Nats) -> None:
         await until(s.runs("i1")[0].cancelled.is_set)
         await until(s.runs("i2")[0].cancelled.is_set)
         await until(lambda: len(s.w.gateway.calls) == 0)
+
+
+async def test_its_deadline_is_over_in_the_middle(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        s.held = asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        running = s.moving()
+        running.order = replace(running.order, accepted=running.order.accepted - running.version.manifest.timeout)
+        running.due = 0.0
+        assert '"code":"deadline_exceeded"' in (await call).text
+        for instance in ("i1", "i2"):
+            await until(s.runs(instance)[0].cancelled.is_set)
+        assert await s.moved() == 0
+
+
+async def test_ids_that_are_lost_are_told_again_once_nats_is_back(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene(nats, quiet_s=GIVE_UP_S) as s, s.reading() as call:
+        second = await s.to_one_that_rests()
+        kept = s.moving().resumption
+        assert kept is not None
+        with monkeypatch.context() as lossy:
+            lossy.setattr(Link, "send_all", lambda *_: None)
+            lossy.setattr(Link, "send", lambda *_: None)
+            s.pace["i1"] = 12
+            await until(lambda: len(kept.known(0)) == 12)
+        told = list[Any]()
+        monkeypatch.setattr(Link, "send_all", lambda _, __, items: told.extend(items))
+        s.w.gateway.calls._delivery.on_reconnect()
+        monkeypatch.undo()
+        assert [(item.first, len(item.ids), item.held) for item in told if isinstance(item, Feed)] == [(10, 2, True)]
+        s.w.gateway.calls._delivery.on_reconnect()
+        await until(lambda: fed(second) == 12)
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
 
 
 @pytest.mark.parametrize("answer", ["busy", "gone"])
