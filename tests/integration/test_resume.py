@@ -7,14 +7,16 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, wait, worker_of
+from tests.fixtures.deployed import deploy, view, wait, worker_of
 from tests.fixtures.streams import Stream
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S
 
 pytestmark = pytest.mark.chaos
@@ -92,6 +94,27 @@ def test_a_daemon_killed_in_mid_stream(cluster: Cluster, text: list[str], compon
     assert pieces == text
     assert stream.done
     cluster.wait_restarted(component, old[0])
+
+
+def test_a_node_that_is_gone_for_good(text: list[str], coder: Path, tmp_path: Path) -> None:
+    """All of it dies, and nobody starts it again: its call goes on at the other one."""
+    with Cluster(tmp_path, nodes=2) as two:
+        assert two.process is not None
+        supervisor = two.process.pid
+        deploy(two, str(coder / "function.py"), name="coder", keep_alive=300)
+        (instance,) = view(two, "coder").instances
+        with ExitStack() as stack:
+
+            def gone() -> None:
+                stack.enter_context(suspended(supervisor))
+                for daemon in ("invoker", "loaderd"):
+                    two.kill(f"{daemon}-{instance.node}")
+
+            pieces, stream = read_with(two, {20: gone})
+            assert pieces == text
+            assert stream.done
+            (there,) = {each.node for each in view(two, "coder").instances if each.state == "READY"}
+            assert there != instance.node
 
 
 def test_worker_and_controller_at_once(cluster: Cluster, text: list[str]) -> None:
