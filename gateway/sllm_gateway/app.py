@@ -112,7 +112,7 @@ class Gateway:
         self._parts = BundleParts(bus)
         hearsay = Hearsay(bus, settings.gateway, boot)
         self._succession = Succession(
-            lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.fail, boot
+            lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.hand_on, boot
         )
         self._presence = Presence(bus, subjects.heard, NOTHING, self._succession.overdue, self._succession.left, clock)
         keeping = Keeping(bus, self._detached, journal, self.table, self._recent, writer, settings.max_output, clock)

@@ -194,6 +194,11 @@ class Detached:
             return False
         return True
 
+    def ends(self, call: str) -> bool:
+        """Whether it ends here, as a call of an earlier life of this gateway: its node has yet to confirm that, or its
+        caller to be sent on. It is taken up again after that."""
+        return call not in self._running and self._calls.get(call) is not None
+
     def go_on(self, asked: CallOrder, journaled: Journaled, frames: list[Frame], fence: int) -> None:
         """Go on with a call of a gateway that is no more. ``fence``: the sequence of its order, which is this gateway's
         now. Raises why it cannot go on."""
@@ -212,7 +217,8 @@ class Detached:
         resumption = Resumption(asked.delivered, asked.delivered_hash)
         resumption.take(frames)
         earlier = Earlier(
-            epoch=(journaled.began.epoch if journaled.began is not None else 0) + EPOCHS,
+            # An heir that died may have begun without a word of it in the journal. Nobody else has this fence.
+            epoch=(journaled.began.epoch if journaled.began is not None else 0) + fence * EPOCHS,
             numerics=journaled.began.numerics if journaled.began is not None else "",
             resumption=resumption if resumable else None,
             taken=bool(frames),

@@ -20,6 +20,7 @@ from sllm_runtime.protocol.errors import (
     DeadlineExceeded,
     GatewaySilent,
     InstanceLost,
+    NotDeterministic,
     SllmError,
     SlowConsumer,
 )
@@ -105,6 +106,11 @@ class Ending:
         self._metrics.resent.inc(binding.resends)
         call.binding, call.marks.instance = None, binding.instance
         error = end.error.to_error() if end.error is not None else None
+        if error is None and not call.over and call.resumption is not None and call.resumption.lacks:
+            error = NotDeterministic(
+                "there are fewer outputs than before the call's gateway died: its function is not deterministic; call"
+                " again"
+            )
         if isinstance(error, InstanceLost):
             self._dispatcher.refused(call, binding.instance, gone=True)
         else:

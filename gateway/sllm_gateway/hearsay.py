@@ -13,6 +13,7 @@ from sllm_gateway.ledger import streams
 from sllm_gateway.lives import log_of
 from sllm_gateway.overheard import Overheard
 from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.platform.requests import Unserved
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.limits import BATCH_BYTES
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 ASK_S: Final = 1.0
 """A gateway that runs answers within this."""
+AGAIN_S: Final = 0.1
+"""One that does not listen now is asked again after this."""
 
 
 class Hearsay:
@@ -76,13 +79,17 @@ class Hearsay:
 
     async def _ask(self, gateway: str, life: str, after: int) -> dict[int, Log]:
         found: dict[int, Log] = {}
-        try:
-            while True:
-                question = AskHeard(life=life, after=max(found, default=after))
+        until = self._clock() + ASK_S
+        while True:
+            question = AskHeard(life=life, after=max(found, default=after))
+            try:
                 answer = await self._bus.call(subjects.heard(gateway), question, Heard, timeout_s=ASK_S)
-                if not answer.logs:
-                    return found
-                found.update(answer.logs)
-        except SllmError as error:
-            log.info("gateway %s does not say what it has heard: %s", gateway, error.message)
-            return found
+            except SllmError as error:
+                if isinstance(error, Unserved) and self._clock() < until:  # it may be on its way back to NATS
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                log.info("gateway %s does not say what it has heard: %s", gateway, error.message)
+                return found
+            if not answer.logs:
+                return found
+            found.update(answer.logs)

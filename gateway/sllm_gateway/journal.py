@@ -55,6 +55,8 @@ from sllm_runtime.protocol.subjects import (
 log = logging.getLogger(__name__)
 
 STREAMS: Final = (JOURNAL_STREAM, CALLS_STREAM)
+SILENT: Final = "this one did not run for a while"
+"""Why another gateway has a call."""
 CLAIMED_S: Final = 60.0
 """A key is taken for so long before its call is known: then its gateway has died between the two."""
 
@@ -308,7 +310,7 @@ def _is_of(data: bytes, call: str) -> bool:
         return False
 
 
-def moved(call: str, why: str = "this one did not run for a while") -> CallMoved:
+def moved(call: str, why: str = SILENT) -> CallMoved:
     """What a gateway says that has lost a call to another, or leaves it to one."""
     return CallMoved(
         f"another gateway goes on with {call}, since {why}; read on there by GET /v1/calls/{call}/events with"

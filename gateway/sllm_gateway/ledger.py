@@ -25,6 +25,16 @@ _ID_BYTES = 5
 _GONE_BYTES = 48
 
 
+@dataclass(frozen=True)
+class _Where:
+    """Which instance has it, or is asked to take it: whoever goes on with it is of its class from then on, as if it had
+    taken it."""
+
+    epoch: int
+    numerics: str
+    exact: bool
+
+
 @dataclass(eq=False)
 class _Line:
     call: Call
@@ -33,7 +43,9 @@ class _Line:
     """When all of it was last written; None: it never was, or is to be at once."""
     resumption: Resumption | None = None
     counts: dict[int, int] = field(default_factory=dict)
-    epoch: int = 0
+    where: _Where | None = None
+    drawing: int = 0
+    """So often what it had was thrown away."""
 
 
 class Ledger:
@@ -76,8 +88,10 @@ class Ledger:
         return {line.call for line in self._lines.values()}
 
     def written(self) -> list[tuple[Call, Whole]]:
-        """Those of which anything may have been written, so that another gateway may know of them, with all of it."""
-        return [(line.call, _whole(line)) for line in self._lines.values() if line.whole is not None]
+        """Those of which anything may have been written, so that another gateway may know of them, with all of it; not
+        those whose callers have all of the answer."""
+        lines = [line for line in self._lines.values() if line.whole is not None and _wanted(line.call)]
+        return [(line.call, _whole(line)) for line in lines]
 
     def anew(self) -> None:
         """Nothing that was written counts any more."""
@@ -121,10 +135,11 @@ def _entry(line: _Line, now: float) -> Whole | More | None:
     call, known = line.call, line.call.resumption
     assert known is not None
     if line.whole is None or now - line.whole > WHOLE_S or line.resumption is not known:
-        line.whole, line.resumption, line.counts, line.epoch = now, known, known.counts, call.epoch
+        line.drawing += line.resumption not in (None, known)
+        line.whole, line.resumption, line.counts, line.where = now, known, known.counts, _where(call)
         return _whole(line)
-    counts = known.counts
-    if counts == line.counts and call.epoch == line.epoch:
+    counts, where = known.counts, _where(call)
+    if counts == line.counts and where == line.where:
         return None
     before = line.counts
     ids = [
@@ -132,30 +147,39 @@ def _entry(line: _Line, now: float) -> Whole | More | None:
         for generation, count in counts.items()
         if count > before.get(generation, 0)
     ]
-    line.counts, line.epoch = counts, call.epoch
+    line.counts, line.where = counts, where
     return More(
         call=call.id,
-        epoch=call.epoch,
-        numerics=call.numerics,
-        exact=call.exact,
+        epoch=where.epoch,
+        numerics=where.numerics,
+        exact=where.exact,
         ids=tuple(ids),
         delivered=known.delivered,
         delivered_hash=known.digest,
+        drawing=line.drawing,
     )
+
+
+def _where(call: Call) -> _Where:
+    numerics, exact = call.numerics, call.exact
+    if call.binding is not None:
+        numerics, exact = numerics or call.binding.entry.fingerprint, exact and call.binding.entry.exact
+    return _Where(call.epoch, numerics, exact)
 
 
 def _whole(line: _Line) -> Whole:
     call, known = line.call, line.call.resumption
-    order = line.asked
+    order, where = line.asked, _where(call)
     if known is not None:
         order = replace(order, delivered=known.delivered, delivered_hash=known.digest)
     return Whole(
         order=order,
         body=call.order.body,
-        epoch=call.epoch,
-        numerics=call.numerics,
-        exact=call.exact,
+        epoch=where.epoch,
+        numerics=where.numerics,
+        exact=where.exact,
         ids=known.recorded if known is not None else (),
+        drawing=line.drawing,
     )
 
 
@@ -177,9 +201,16 @@ def streams(logs: Iterable[Log]) -> list[Whole]:
             found.pop(entry.call, None)
         elif entry.call in found:  # else its beginning has aged, and it is written whole further on
             before = found[entry.call]
+            if entry.drawing != before.drawing:  # the message that said so was lost
+                ids[entry.call] = {}
             order = replace(before.order, delivered=entry.delivered, delivered_hash=entry.delivered_hash)
             found[entry.call] = replace(
-                before, order=order, epoch=entry.epoch, numerics=entry.numerics, exact=entry.exact
+                before,
+                order=order,
+                epoch=entry.epoch,
+                numerics=entry.numerics,
+                exact=entry.exact,
+                drawing=entry.drawing,
             )
             for new in entry.ids:
                 known = ids[entry.call].setdefault(new.generation, [])

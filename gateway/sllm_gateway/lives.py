@@ -116,6 +116,7 @@ class Lives:
             self._sequence = 0
             raise Lost
         if there is None or life_of(there[1]).heir:
+            self._recorded.clear()  # what began now would be told under a life that another gateway has
             raise Over
         # It was stored and its acknowledgement lost.
         self._sequence = there[0]
@@ -130,7 +131,7 @@ class Lives:
         self._tell(number, data)
 
     def tell_again(self) -> None:
-        """What waits to be stored: as NATS went away the others may not have heard it."""
+        """What waits to be stored: who was away from NATS has not heard it."""
         for number, data in self._backlog.waiting:
             self._tell(number, data)
 
@@ -144,6 +145,11 @@ class Lives:
     def behind(self) -> bool:
         """Whether something waits to be stored."""
         return self._backlog.first is not None
+
+    @property
+    def waiting(self) -> int | None:
+        """Number of the first message that waits to be stored."""
+        return self._backlog.first[0] if self._backlog.first is not None else None
 
     async def store(self) -> None:
         """The first of what waits. Raises ``Over`` or ``Lost``."""
@@ -172,6 +178,15 @@ class Lives:
     async def claim(self, life: Life) -> Life | None:
         """Declare it over. None: it has beaten meanwhile, or another gateway has it."""
         return await self._rewrite(life, msgspec.structs.replace(life, heir=self.me.life))
+
+    async def claim_lost(self, life: Life) -> Life | None:
+        """As ``claim``, of one whose record is gone. None: it is there again."""
+        subject, new = life_beat(life.life), msgspec.structs.replace(life, heir=self.me.life)
+        try:
+            await self._stored.write(subject, new, where=Last(LIVES_STREAM, subject, 0))
+        except Changed:
+            return None
+        return new
 
     async def settle(self, life: Life) -> Life | None:
         """All of a claimed one is taken over. None: another gateway has it by now."""

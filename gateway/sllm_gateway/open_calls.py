@@ -44,8 +44,9 @@ class OpenCalls:
 
     def discard(self, call: Call) -> bool:
         """Whether ``call`` was open; it no longer is."""
-        known = self._calls.pop(call.id, None) is not None
+        known = self._calls.get(call.id) is call
         if known:
+            del self._calls[call.id]
             of = self._of[call.version.key]
             del of[call.id]
             if not of:

@@ -86,6 +86,11 @@ class Resumption:
             self._count += len(more)
 
     @property
+    def lacks(self) -> bool:
+        """Whether outputs that an earlier gateway had have not come again."""
+        return self.delivered < self._had
+
+    @property
     def digest(self) -> bytes:
         """Of the bytes of all whole outputs, as ``CallHead.delivered_hash``."""
         return self._hash.digest() if self.delivered else b""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from sllm_gateway.call import Call
 from sllm_gateway.hearsay import Hearsay
-from sllm_gateway.journal import Journal, known_s, moved
+from sllm_gateway.journal import SILENT, Journal, known_s
 from sllm_gateway.ledger import Ledger, streams
 from sllm_gateway.lives import Lives, Lost, Over
 from sllm_gateway.roll import Roll
@@ -68,12 +68,12 @@ class Succession:
         hearsay: Hearsay,
         journal: Journal,
         taking_up: TakingUp,
-        fail: Callable[[Call, SllmError], None],
+        hand_on: Callable[[Iterable[Call], str], None],
         clock: Callable[[], float],
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._lives, self._roll, self._ledger, self._hearsay = lives, roll, ledger, hearsay
-        self._journal, self._taking_up, self._fail = journal, taking_up, fail
+        self._journal, self._taking_up, self._hand_on = journal, taking_up, hand_on
         self._clock, self._pause = clock, pause
         self._tasks = Tasks("succession")
         self._beaten = False
@@ -83,9 +83,10 @@ class Succession:
         self._told = asyncio.Event()
         """Something waits to be stored."""
         self._watch: Watch | None = None
-        self._back = asyncio.Event()
-        """NATS was away."""
         self._off: Callable[[], None] | None = None
+        self._waiting: int | None = None
+        """What waited to be stored when that was last looked at."""
+        self._waiting_looked = -BEAT_S
         self._due = 0.0
         """When the next beat is."""
         self._looked = -IDS_S
@@ -100,9 +101,8 @@ class Succession:
         self._watch = self._lives.watch(self._heard)
         await self._watch.start()
         self._has_beaten()
-        self._off = self._lives.on_reconnect(self._back.set)
+        self._off = self._lives.on_reconnect(self._lives.tell_again)
         self._tasks.start(self._again_and_again(self._tell), "log")
-        self._tasks.start(self._again_and_again(self._tell_again), "log again")
         self._tasks.start(self._again_and_again(self._store), "beats and log")
         self._tasks.start(self._again_and_again(self._look), "others")
 
@@ -139,6 +139,7 @@ class Succession:
     async def _tell(self) -> None:
         self._lives.turn()
         self._tell_news()
+        self._tell_again()
         await self._pause(ORDERS_S)
         await _until(self._ledger.news, IDS_S)
 
@@ -151,13 +152,13 @@ class Succession:
             self._lives.tell(entries)
             self._told.set()
 
-    async def _tell_again(self) -> None:
-        """At once, and when those are back too that took longer."""
-        await self._back.wait()
-        self._back.clear()
-        self._lives.tell_again()
-        await self._pause(BEAT_S)
-        self._lives.tell_again()
+    def _tell_again(self) -> None:
+        """JetStream takes nothing: who was away as it was told knows of it by this alone."""
+        now = self._clock()
+        if now - self._waiting_looked >= BEAT_S:
+            before, self._waiting, self._waiting_looked = self._waiting, self._lives.waiting, now
+            if self._waiting is not None and self._waiting == before:
+                self._lives.tell_again()
 
     async def _store(self) -> None:
         try:
@@ -187,12 +188,14 @@ class Succession:
     async def _end_life(self) -> None:
         """It has not run for so long that another gateway has its streams; they end here, and a new life begins. What
         was told of them since is known to nobody who takes them up: it is written before their callers are sent on."""
-        streams_left = self._ledger.written()
-        log.warning("this gateway was silent: another one has its %d stream(s)", len(streams_left))
-        await each((left for _, left in streams_left), self._keep, AT_ONCE)
-        for call, _ in streams_left:
-            self._fail(call, moved(call.id))
-        self._taking_up.look(call.id for call, _ in streams_left)
+        kept: set[str] = set()
+        while new := [stream for call, stream in self._ledger.written() if call.id not in kept]:
+            await each(new, self._keep, AT_ONCE)
+            kept |= {stream.order.call for stream in new}
+        left = [call for call, _ in self._ledger.written()]
+        log.warning("this gateway was silent: another one has its %d stream(s)", len(left))
+        self._hand_on(left, SILENT)
+        self._taking_up.look(call.id for call in left)
         self._lives.begin()
         self._ledger.anew()
         self._due = 0.0
@@ -239,10 +242,13 @@ class Succession:
         """Make what it left calls that are kept, of which each is taken up by one gateway."""
         mine = self._lives.me.life
         claimed = life if life.heir == mine else await self._lives.claim(life)
-        if claimed is None:
-            if await self._lives.find(life.life) is None:  # it has aged, and its log; its kept calls stand all the same
+        if claimed is None and await self._lives.find(life.life) is None:
+            if self._hearsay.last(life.life) >= 0:  # all of NATS was restarted: what was heard of it is not lost
+                claimed = await self._lives.claim_lost(life)
+            else:  # it has aged, and its log; its kept calls stand all the same
                 self._roll.heard(replace(life, heir=mine, settled=True))
                 self._taking_up.look(())
+        if claimed is None:
             return
         taken = _Taken()
         left = await self._keep_left(life.life, taken)

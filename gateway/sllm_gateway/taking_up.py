@@ -139,7 +139,7 @@ class TakingUp:
         try:
             waits = call in self._tried or self._waiting.get(call) == order
             if idle and (waits or await self._ownerless(order)):
-                if not pressing and not self._has_room(order):
+                if self._detached.ends(call) or (not pressing and not self._has_room(order)):
                     self._waiting[call] = order
                     self._left.discard(call)
                     return
@@ -191,6 +191,8 @@ class TakingUp:
 
     async def _go_on(self, order: CallOrder, fence: int) -> bool:
         """Whether it is done with; else there is no room for it now."""
+        if self._detached.ends(order.call):
+            return False
         try:
             journaled, entries = await self._journal.now(stream_of(order), order.call)
             if journaled.ended is not None:

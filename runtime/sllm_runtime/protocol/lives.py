@@ -47,7 +47,8 @@ class Life(Record, frozen=True, kw_only=True):
 
 
 class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
-    """All that is known of a stream. ``ids``: by generation. ``epoch`` 0: no instance has it yet."""
+    """All that is known of a stream. ``ids``: by generation. ``epoch`` 0: no instance has it yet. ``numerics`` and
+    ``exact``: of an instance that is asked as if it had it. ``drawing``: so often its ids were thrown away."""
 
     order: CallOrder
     body: bytes
@@ -55,6 +56,7 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
     numerics: str
     exact: bool
     ids: tuple[tuple[int, ...], ...]
+    drawing: int = 0
 
 
 class More(msgspec.Struct, frozen=True, kw_only=True, tag="more"):
@@ -68,6 +70,7 @@ class More(msgspec.Struct, frozen=True, kw_only=True, tag="more"):
     delivered: int = 0
     """As in ``CallOrder``."""
     delivered_hash: bytes = b""
+    drawing: int = 0
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):

@@ -8,11 +8,12 @@ import pytest
 from httpx import Response
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sllm_gateway.backlog import Backlog
 from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.ledger import streams
-from sllm_gateway.lives import Lives, Lost
+from sllm_gateway.lives import Lives, Lost, Over
 from sllm_gateway.overheard import Overheard
 from sllm_gateway.stored import Stored
 from sllm_runtime.protocol import codec
@@ -20,7 +21,8 @@ from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.frames import Ids
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.lives import LIVES_AGE_S, TAG, Gone, Log, More, Whole
-from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
+from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
+from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import World, entry, world
 from tests.unit.gateway.test_resumption import engine
@@ -124,7 +126,10 @@ async def test_what_waits_to_be_stored_is_told_again(nats: Nats) -> None:
     await listener.close()
 
 
-async def test_a_gateway_tells_what_waits_again_once_nats_is_back(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_gateway_tells_what_waits_again(nats: Nats, monkeypatch: pytest.MonkeyPatch, restarts: bool) -> None:
+    """Once NATS is back, and as long as nothing of it is stored: the others may have been away."""
+
     async def stores_nothing(self: Lives) -> None:
         raise Unavailable("no leader")
 
@@ -134,8 +139,9 @@ async def test_a_gateway_tells_what_waits_again_once_nats_is_back(nats: Nats, mo
         lives.tell(Log((Gone("call-1"),)))
         listener = Hearsay(await nats.bus(GATEWAY_2), GATEWAY_2)
         await listener.start()
-        await nats.kill()
-        await nats.start()
+        if restarts:
+            await nats.kill()
+            await nats.start()
         await until(lambda: listener._heard.last(lives.me.life) >= 0, what="what is not stored is heard")
         await listener.close()
 
@@ -181,6 +187,25 @@ async def test_what_is_told_of_a_life_that_is_taken_over_already_is_gone_on_with
         answered = await until_there(w, f"/v1/calls/{new}/events")
         assert answered.text.count("data: ") == 7
         assert [each.head.recorded for each in w.node.opened] == [((0,),), ((0, 1),)]
+
+
+async def test_what_was_heard_of_a_life_whose_record_is_gone_is_gone_on_with(nats: Nats) -> None:
+    """All servers of a cluster were restarted, which have it in memory, and its gateway with them."""
+    async with world(nats, {"tokens": six}) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+        other = await nats.bus(GATEWAY_2)
+        dead = Lives(other, Stored(other), GATEWAY_2, repeating(b"d"), time.monotonic)
+        call = f"call-{dead.me.life[:TAG]}1"
+        await dead.beat()
+        dead.tell(Log((begun(call, dead, (0,)),)))
+        succession = w.gateway._succession
+        await until(lambda: succession._hearsay.last(dead.me.life) >= 0, what="it is heard")
+        await (await nats.bus(CONTROLLER)).jetstream.purge_stream(LIVES_STREAM, subject=life_beat(dead.me.life))
+        succession._heard(replace(dead.me, over=True))
+        answered = await until_there(w, f"/v1/calls/{call}/events")
+        assert answered.text.count("data: ") == 7
+        with pytest.raises(Over):
+            await dead.beat()
 
 
 def begun(call: str, lives: Lives, ids: tuple[int, ...]) -> Whole:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import httpx
 import pytest
@@ -17,11 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sllm_gateway.call import Call, Marks, Order
+from sllm_gateway.binding import Binding
+from sllm_gateway.call import Call, Earlier, Marks, Order
+from sllm_gateway.detached import EPOCHS, Detached
 from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal
 from sllm_gateway.ledger import Ledger, streams
 from sllm_gateway.lives import STILL_S, Lives, Lost, Over
+from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.resumption import Resumption
 from sllm_gateway.roll import MOST, Roll
 from sllm_gateway.routes import calls
@@ -30,10 +33,10 @@ from sllm_gateway.succession import Succession, id_frames
 from sllm_gateway.table import Version
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import Batch, CallOrder, Journaled
-from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Unavailable
+from sllm_runtime.protocol.calls import Batch, BodyPart, CallOrder, Journaled
+from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Cancelled, Draining, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
-from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE
+from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE, MIB
 from sllm_runtime.protocol.lives import (
     MOST_LOGGED,
     OVERDUE_BEATS,
@@ -60,6 +63,9 @@ from tests.unit.gateway.test_resumption import engine
 def asked(call: str, life: str = "", gateway: str = GATEWAY, function: str = "tokens", **fields: object) -> CallOrder:
     given_ = dict(function=function, version=1, kind="fn", seed=7, parts=1, durable=False, created=5.0)
     return CallOrder(call=call, gateway=gateway, life=life, **{**given_, **fields})  # type: ignore[arg-type]
+
+
+DRAWN: Final = 1000
 
 
 # --- the log --------------------------------------------------------------------------------------
@@ -100,13 +106,13 @@ class Gateway:
             assert call.resumption is not None
             generation = number % 2
             known = len(call.resumption.known(generation))
-            new = tuple(range(known, known + count))
+            new = tuple(call.attempts * DRAWN + number for number in range(known, known + count))
             drawn = Frame(0, FrameKind.IDS, codec.pack(Ids(generation, known, new)))
             call.resumption.take([drawn, Frame(0, FrameKind.OUTPUT, str(new).encode())])
         elif what == "moves":
             call.epoch, call.numerics = call.epoch + 1, "f"
         elif what == "again":
-            call.resumption = Resumption()
+            call.resumption, call.attempts = Resumption(), call.attempts + 1
         elif what == "end":
             self.ledger.end(self.calls.pop(number).id)
 
@@ -154,14 +160,59 @@ def test_what_is_written_is_what_there_was(
 
 @given(st.lists(STEPS, max_size=40), st.integers(1, 5))
 def test_a_log_with_a_hole_says_nothing_that_is_wrong(steps: list[tuple[str, int, int]], hole: int) -> None:
-    """As ids are drawn here, the n-th of an output is n: of each stream the first of them are known, without a gap."""
+    """As ids are drawn here, the n-th of an output is n, and DRAWN more each time that it is drawn anew: of each stream
+    the first of one drawing are known, without a gap."""
     gateway = Gateway()
     gateway.do("begin", 1, 1)
     for step in [*steps, *[("ids", 1, 2)] * 3]:
         gateway.do(*step)
         gateway.do("write", 0, 1)
     for whole in streams(gateway.logs[:-hole] + gateway.logs[len(gateway.logs) - hole + 1 :]):
-        assert all(ids == tuple(range(len(ids))) for ids in whole.ids)
+        for ids in filter(None, whole.ids):
+            drawn = ids[0] - ids[0] % DRAWN
+            assert ids == tuple(range(drawn, drawn + len(ids)))
+
+
+def test_the_class_of_an_answer_is_written_before_its_first_ids() -> None:
+    """Its caller may have outputs of it by then."""
+    gateway = Gateway()
+    gateway.do("begin", 0, 1)
+    call = gateway.calls[0]
+    call.epoch = 1
+    gateway.do("write", 0, 1)
+    call.numerics, call.exact = "f", False
+    gateway.do("write", 0, 1)
+    (whole,) = streams(gateway.logs)
+    assert (whole.numerics, whole.exact) == ("f", False)
+
+
+def test_ids_of_two_drawings_are_not_put_together() -> None:
+    """The message that said that it was drawn anew, at another class, was lost."""
+    whole = Whole(order=asked("call-1"), body=b"", epoch=1, numerics="x", exact=True, ids=((1, 2, 3, 4),))
+    more = More(call="call-1", epoch=3, numerics="y", exact=True, ids=(Ids(0, 2, (9, 9)),), drawing=1)
+    (found,) = streams([Log((whole,)), Log((more,))])
+    assert (found.numerics, any(found.ids)) == ("y", False)
+
+
+def test_an_instance_that_is_asked_counts_as_if_it_had_it() -> None:
+    gateway = Gateway()
+    gateway.do("begin", 0, 1)
+    call = gateway.calls[0]
+    call.binding = Binding(call.id, 1, entry("i1", fingerprint="f"), b"", MIB, 0.0)
+    gateway.do("write", 0, 1)
+    assert streams(gateway.logs)[0].numerics == "f"
+    call.binding = None  # it is full
+    gateway.do("write", 0, 1)
+    assert streams(gateway.logs)[0].numerics == ""
+
+
+def test_one_whose_caller_has_all_of_it_is_left_to_nobody() -> None:
+    gateway = Gateway()
+    for number in range(2):
+        gateway.do("begin", number, 1)
+    gateway.do("write", 0, 1)
+    gateway.calls[0].go(CallState.CANCELLED)
+    assert [call for call, _ in gateway.ledger.written()] == [gateway.calls[1]]
 
 
 def test_a_stream_that_is_never_written_leaves_nothing() -> None:
@@ -612,6 +663,89 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
             assert await _life_of(other, stream.headers["sllm-call-id"]) != life
 
 
+async def test_a_stream_that_its_own_gateway_takes_up_again_has_ended_there_before(nats: Nats) -> None:
+    """Its code takes a while to end. Nothing of the first one is left: the only slot of its instance is free again."""
+    async with world(nats) as w:
+        waiting, ends = asyncio.Event(), asyncio.Event()
+
+        async def late(run: Run) -> None:
+            if run.head.recorded or ends.is_set():
+                await six(run)
+                return
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (0,))))
+            run.out(0)
+            waiting.set()
+            await run.cancelled.wait()
+            await ends.wait()
+            run.end(Cancelled("stopped"))
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f", concurrency=1), script=late)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            call = stream.headers["sllm-call-id"]
+            other = await another(nats)
+            life = await _life_of(other, call)
+            await until(waiting.is_set)
+            await _logged(other, life, lambda order: order.call == call)
+            await until(lambda: _done_with(other, life), what="it is declared over between two beats")
+            text = "".join([part async for part in stream.aiter_text()])
+        assert '"code":"call_moved"' in text
+        taking_up, first = w.gateway._taking_up, w.gateway.calls.get(call)
+        await until(lambda: call in {**taking_up._waiting, **taking_up._claimed}, what="it waits for its own end")
+        assert w.gateway.calls.get(call) is first is not None
+        ends.set()
+        answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "0"})
+        assert [line for line in answer.text.splitlines() if line.startswith("data:")] == [
+            *(f"data: {number}" for number in range(1, 6)),
+            "data: [DONE]",
+        ]
+        await until(lambda: not len(w.gateway.calls) and not len(w.gateway._ledger), what="nothing of it is left")
+        assert (await w.http.post("/fn/tokens", json={})).json() == list(range(6))
+
+
+async def _done_with(lives: Lives, life: str) -> bool:
+    """Whether this one could declare that life over, and has all of it."""
+    found = await lives.find(life)
+    claimed = await lives.claim(found) if found is not None else None
+    return claimed is not None and await lives.settle(claimed) is not None
+
+
+def test_two_gateways_that_take_a_call_up_one_after_the_other_use_different_epochs() -> None:
+    """The first one died before a word of it was in the journal."""
+    epochs, order = list[int](), asked("call-1")
+
+    def admit(_: Order, earlier: Earlier) -> Call:
+        epochs.append(earlier.epoch)
+        raise Draining("this one stops")
+
+    calls, table = SimpleNamespace(admit=admit), SimpleNamespace(get=lambda *_: Version(entry_route()))
+    none, journaled = cast(Any, None), Journaled()
+    journaled.take_all([order, BodyPart(0, b"{}")])
+    detached = Detached(cast(Any, calls), none, cast(Any, table), none, str, 60.0, lambda: 0.0, lambda: 0.0)
+    for fence in (5, 6):
+        with pytest.raises(Draining):
+            detached.go_on(order, journaled, [], fence)
+    assert abs(epochs[1] - epochs[0]) >= EPOCHS
+
+
+def test_a_call_that_ends_takes_no_other_of_its_id_along() -> None:
+    calls, first, again = OpenCalls(), a_call(1), a_call(1)
+    calls.add(first)
+    assert calls.discard(first)
+    calls.add(again)
+    assert not calls.discard(first)
+    assert calls.get(again.id) is again
+
+
+async def test_a_gateway_whose_life_is_over_begins_no_call_before_it_has_another(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    await w.a.recorded()
+    assert await w.b.claim(w.a.me) is not None
+    with pytest.raises(Over):
+        await w.a.beat()
+    assert not w.a._recorded.is_set()
+
+
 async def test_what_its_heir_does_not_know_is_written_before_its_caller_is_sent_on(nats: Nats) -> None:
     """It was told of only when the life was over and done with: begun just before its gateway stood still."""
     async with world(nats) as w:
@@ -633,13 +767,10 @@ async def test_what_its_heir_does_not_know_is_written_before_its_caller_is_sent_
             other = await another(nats)
             life = await _life_of(other, call)
             await until(waiting.is_set)
-
-            async def done_with() -> bool:
-                found = await other.find(life)
-                claimed = await other.claim(found) if found is not None else None
-                return claimed is not None and await other.settle(claimed) is not None
-
-            await until(done_with, what="it is declared over between two beats, and nothing of it gone on with")
+            await until(
+                lambda: _done_with(other, life),
+                what="it is declared over between two beats, and nothing of it gone on with",
+            )
             text = "".join([part async for part in stream.aiter_text()])
         assert '"code":"call_moved"' in text
         answer = await w.http.get(f"/v1/calls/{call}/events", headers={"last-event-id": "0"})
@@ -708,7 +839,10 @@ async def test_state_and_cancel_wait_for_a_call_of_a_gateway_that_died_just_now(
         assert (await journal.now(JOURNAL_STREAM, "call-2"))[0].cancelled, "whoever goes on with it reads this"
 
 
-async def test_a_function_that_says_something_else_after_its_gateways_death_is_no_answer(nats: Nats) -> None:
+@pytest.mark.parametrize("later", [[0, "other", 2], [0]], ids=["others", "fewer"])
+async def test_a_function_that_says_something_else_after_its_gateways_death_is_no_answer(
+    nats: Nats, later: list[Any]
+) -> None:
     """Who reads on from an output it had would read the end of another text."""
     async with world(nats) as w:
         waiting = asyncio.Event()
@@ -716,12 +850,11 @@ async def test_a_function_that_says_something_else_after_its_gateways_death_is_n
         async def moody(run: Run) -> None:
             again = bool(run.head.recorded)
             run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (0, 1))))
-            for value in (0, "other" if again else 1):
+            for value in later if again else (0, 1):
                 run.out(value)
             waiting.set()
             if not again:
                 await run.cancelled.wait()
-            run.out(2)
             run.end()
 
         await w.deploy(engine("tokens"), entry(fingerprint="f"), script=moody)

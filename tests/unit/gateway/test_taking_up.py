@@ -54,6 +54,7 @@ def taking_up(
     go_on: Callable[[str], None] = lambda call: None,
     *,
     has_room: Callable[[CallOrder], bool] = lambda _: True,
+    ends: Callable[[str], bool] = lambda _: False,
     kept: Kept | None = None,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> TakingUp:
@@ -85,7 +86,15 @@ def taking_up(
     me = Life(life=life, gateway="g1")
     over = roll(OTHER, Life(life=OTHER.life, gateway="g2", over=True))
     return TakingUp(
-        cast(Any, SimpleNamespace(runs=lambda _: False, go_on=lambda order, *_: go_on(order.call), has_room=has_room)),
+        cast(
+            Any,
+            SimpleNamespace(
+                runs=lambda _: False,
+                ends=ends,
+                go_on=lambda order, *_: go_on(order.call),
+                has_room=has_room,
+            ),
+        ),
         cast(Any, SimpleNamespace(all=every, take_over=take, now=now, asked_to_cancel=asked_to_cancel)),
         cast(Any, SimpleNamespace(get=lambda *_: None)),
         cast(Any, SimpleNamespace(me=me)),
