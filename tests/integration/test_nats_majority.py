@@ -94,7 +94,7 @@ async def test_who_reads_waits_for_an_election(tmp_path: Path) -> None:
                 reading = asyncio.create_task(anext(none))
                 await asyncio.wait({reading}, timeout=ELECTION_S / 2)
                 assert not reading.done(), reading.exception()
-            assert await reading is None
+            assert (await reading).data is None, "all that was there has come"
             await none.aclose()
 
 
