@@ -106,7 +106,7 @@ class Gateway:
         )
         self._ledger = Ledger()
         self._detached = Detached(
-            self.calls, journal, self.table, self.metrics, lambda: lives.me.life, settings.resume_window, clock, wall
+            self.calls, journal, self.table, self.metrics, lambda: lives.known, settings.resume_window, clock, wall
         )
         self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll)
         self._parts = BundleParts(bus)

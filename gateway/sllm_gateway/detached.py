@@ -23,7 +23,7 @@ import msgspec
 
 from sllm_gateway.call import Call, Earlier, Order
 from sllm_gateway.calls import Calls
-from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s
+from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s, moved
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.resumption import VALUES, Resumption
 from sllm_gateway.table import RouteTable, Version
@@ -72,8 +72,8 @@ EPOCHS: Final = 1000
 
 
 class Detached:
-    """The calls of this gateway that are journaled. ``life``: this gateway's; ``window_s``: how long one
-    goes on without a reader that is not ``durable``."""
+    """The calls of this gateway that are journaled. ``life``: this gateway's, once others can know of it; ``window_s``:
+    how long one goes on without a reader that is not ``durable``."""
 
     def __init__(
         self,
@@ -290,10 +290,27 @@ class Detached:
         while not (call.over and not call.frames):
             if not call.frames:
                 await call.changed(self._clock() + LOOK_S)
+            if run.asked.life != self._life():
+                await self._renew(run)
             await self._write(run)
             self._judge(run)
             if call.frames and not call.over:
                 await self._pause(BATCH_S)
+
+    async def _renew(self, run: _Run) -> None:
+        """This gateway has begun another life: nobody is to take the call for one of a life that is over. Raises
+        ``CallMoved`` where somebody has."""
+        known, mine = run.asked, msgspec.structs.replace(run.asked, life=self._life())
+        keep = _order_s(run.call.version)
+
+        async def take() -> None:
+            fence = await self._journal.take_over(run.stream, known, mine, keep)
+            if fence is None:
+                raise moved(run.call.id)
+            run.asked, run.fence = mine, fence
+
+        async with run.writing:
+            await self._insist(run.call.id, run.until, take)
 
     async def _end(self, run: _Run, state: CallState, error: SllmError | None) -> None:
         ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end, run.journaled.frames)
@@ -327,8 +344,9 @@ class Detached:
             exact=call.exact and (where is None or where.entry.exact),
         )
         keep = _order_s(call.version)
-        write = functools.partial(self._journal.write, run.stream, call.id, began, keep, run.fence)
-        await self._insist(call.id, run.until, write, lambda: call.over or call.binding is not where)
+        async with run.writing:
+            write = functools.partial(self._journal.write, run.stream, call.id, began, keep, run.fence)
+            await self._insist(call.id, run.until, write, lambda: call.over or call.binding is not where)
 
     async def _write_batches(self, run: _Run, frames: Sequence[Frame]) -> bool:
         """Whether all of them are written: there was room, or the call has not failed meanwhile."""
@@ -420,6 +438,9 @@ class _Run:
         """When nobody knows of the call any more, whatever becomes of it."""
         self.epoch = 0
         self.read = now
+        self.writing = asyncio.Lock()
+        """Held while its order is rewritten, or an entry written by another task than its journal's, which knows of the
+        order before."""
 
 
 def _order_s(version: Version) -> float:

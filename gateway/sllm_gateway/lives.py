@@ -46,6 +46,8 @@ class Lives:
         """Set while others can know of this life."""
         self._turned = clock()
         """When this process is known to have run."""
+        self.known = ""
+        """The last life that was recorded."""
         self.begin()
 
     def begin(self) -> None:
@@ -83,6 +85,7 @@ class Lives:
         except Changed:
             await self._look()
         self._beaten = self._clock()
+        self.known = self.me.life
         self._recorded.set()
 
     def turn(self) -> None:

@@ -24,6 +24,8 @@ from sllm_runtime.protocol.calls import Began, CallOrder, Entry, Kept, Reading, 
 from sllm_runtime.protocol.errors import InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Usage
 from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
+from sllm_runtime.protocol.lives import LIVES_AGE_S
+from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
@@ -105,6 +107,33 @@ async def test_an_answer_can_be_read_for_five_minutes(nats: Nats) -> None:
         seconds = {name: int(((await stored(w, call, name)).headers or {})["Nats-TTL"]) for name in ("kept", "batch-0")}
         assert seconds["kept"] == 300
         assert seconds["batch-0"] >= 300 + manifest("count").timeout
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_call_that_runs_is_of_its_gateways_next_life(nats: Nats, retries: int) -> None:
+    """JetStream was away for so long that the record of this one has aged. Others would take the call for one of a life
+    that is over."""
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate", retries=retries), entry(), script=gate)
+        call = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "RUNNING")
+        lives, jetstream = w.gateway._succession._lives, w.controller.bus.jetstream
+        first = lives.known
+
+        async def another() -> bool:
+            await jetstream.purge_stream(LIVES_STREAM, subject=life_beat(first))
+            lives._beaten -= LIVES_AGE_S
+            return lives.known != first
+
+        async def renewed() -> bool:
+            stored = await w.gateway._detached._journal.find(call)
+            return stored[1].life == lives.known
+
+        await until(another, what="it has begun another life")
+        await until(renewed, what="the call is of that one")
+        gate.opened.set()
+        assert (await reaches(w.http, call, "SUCCEEDED"))["error"] is None
 
 
 async def test_respond_async_is_accepted_and_its_answer_read_at_any_gateway(nats: Nats) -> None:
