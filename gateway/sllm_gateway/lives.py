@@ -147,7 +147,7 @@ class Lives:
     @property
     def behind(self) -> bool:
         """Whether something waits to be stored."""
-        return self._backlog.first is not None
+        return self.waiting is not None
 
     @property
     def waiting(self) -> int | None:

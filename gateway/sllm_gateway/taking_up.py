@@ -191,8 +191,6 @@ class TakingUp:
 
     async def _go_on(self, order: CallOrder, fence: int) -> bool:
         """Whether it is done with; else there is no room for it now."""
-        if self._detached.ends(order.call):
-            return False
         try:
             journaled, entries = await self._journal.now(stream_of(order), order.call)
             if journaled.ended is not None:
