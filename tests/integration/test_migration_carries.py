@@ -15,11 +15,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy
+from tests.fixtures.command import sllm
+from tests.fixtures.deployed import deploy, view, wait_gone, workers
 from tests.fixtures.lora import adapter
 from tests.fixtures.moving import ask, moved, ready
 from tests.fixtures.waiting import GIVE_UP_S
 
+CODER = Path(__file__).parents[2] / "functions" / "coder"
 ASK: dict[str, Any] = {"model": "coder", "prompt": "class Parser:\n", "max_tokens": 1200, "ignore_eos": True, "seed": 7}
 LONG = {"prompt": "def f(x):\n    return x + 1\n\n" * 100, "max_tokens": 800, "temperature": 0.8}
 CALLS: dict[str, dict[str, Any]] = {
@@ -135,3 +137,31 @@ def test_outputs_go_over_though_one_of_them_has_ended_at_an_end_token(cluster: C
         assert reading.result(GIVE_UP_S) == right
     assert moved(cluster) == before + 1
     assert min(rounds(cluster)[fed:]) >= 2, "it was let draw before it kept up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["pipeline", "tensor"])
+def test_an_instance_of_several_processes_moves(cluster: Cluster, coder: Path, way: str, tmp_path: Path) -> None:
+    """All of its calls at once, to as many processes on the other node; none is left on its own."""
+    model = coder / "model"
+    if way == "tensor":
+        model = tmp_path / "model"
+        sllm(cluster.env, "model", "convert", str(CODER / "model"), str(model), "--plan", "auto:2")
+    more: dict[str, Any] = {"cpu": 0.5, "keep_alive": 300, "concurrency": 4, "max_instances": 2, "dtype": "float32"}
+    deploy(cluster, str(coder / "function.py"), name=way, model=str(model), parallelism={way: 2}, **more)
+    asked: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.8}, "long": LONG}
+    right = {name: Completion(**each, model=way).read(cluster) for name, each in asked.items()}
+    (source,) = view(cluster, way).instances
+    before, there = moved(cluster), workers(source.instance)
+    assert len(there) == 2
+    with ThreadPoolExecutor(len(asked)) as pool:
+        running = {name: Completion(**each, model=way) for name, each in asked.items()}
+        reading = {name: pool.submit(call.read, cluster) for name, call in running.items()}
+        for name, call in running.items():
+            assert call.begun.wait(GIVE_UP_S), name
+        done = ask(cluster, source)
+        assert done["state"] == "DONE"
+        assert {name: future.result(GIVE_UP_S) for name, future in reading.items()} == right
+    assert moved(cluster) == before + len(asked), "all of them were in the middle"
+    assert len(workers(done["destination"])) == 2
+    wait_gone(set(there))

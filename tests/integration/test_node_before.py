@@ -16,25 +16,27 @@ import pytest
 
 from benchmarks.programs import ROOT
 from sllm_runtime.platform.process import start_time
-from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.http import API, InstanceView
 from tests.fixtures.cluster import QUICK, Cluster
 from tests.fixtures.deployed import deploy, wait, worker_of
 from tests.fixtures.existing_nats import server
-from tests.fixtures.moving import AT
+from tests.fixtures.moving import AT, ask, deploy_gated, moved, other, read_while, settled, whole
 from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
 BEFORE = "feff89b"
 """The commit that is the version before: the first whose machines join a cluster by themselves."""
+SAME_BITS = "a97a673"
+"""A later one, since which engines compute the same bits: only between such do running calls move."""
 PARTS = ("runtime", "invoker", "loaderd", "gateway", "sdk")
 
 
-def interpreter(directory: Path) -> Path:
-    """A Python that imports our packages of BEFORE, and everybody else's as this one does."""
-    archive = subprocess.run(["git", "-C", ROOT, "archive", BEFORE, *PARTS], capture_output=True, check=False)
+def interpreter(directory: Path, commit: str = BEFORE) -> Path:
+    """A Python that imports our packages of that commit, and everybody else's as this one does."""
+    archive = subprocess.run(["git", "-C", ROOT, "archive", commit, *PARTS], capture_output=True, check=False)
     if archive.returncode:
         why = archive.stderr.decode().strip()
-        pytest.fail(f"the version before cannot be had, commit {BEFORE}: {why}; `git fetch --unshallow` brings it")
+        pytest.fail(f"the version before cannot be had, commit {commit}: {why}; `git fetch --unshallow` brings it")
     tree = directory / "tree"
     tree.mkdir()
     subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
@@ -50,10 +52,10 @@ def interpreter(directory: Path) -> Path:
 
 
 @contextmanager
-def node(python: Path, directory: Path, env: dict[str, str]) -> Iterator[None]:
+def node(python: Path, directory: Path, env: dict[str, str], name: str = "before") -> Iterator[None]:
     """``sllm up --node`` of that Python."""
     argv = [str(python), "-m", "sllm_runtime.platform", "up", "--node", "--json", "--with-parent"]
-    given = {"PATH": os.environ["PATH"], "TMPDIR": str(directory), **QUICK, **env, "SLLM_NODE": "before"}
+    given = {"PATH": os.environ["PATH"], "TMPDIR": str(directory), **QUICK, **env, "SLLM_NODE": name}
     with (directory / "node.log").open("wb") as log:
         process = subprocess.Popen(
             [*argv, "--data", str(directory / "node")], env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -102,3 +104,32 @@ def test_a_node_of_the_version_before_serves_and_its_calls_outlive_a_worker(code
             assert stream.error is None
             assert stream.done
         assert pieces == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("commit", "moves"), [(SAME_BITS, ["DONE", "DONE"]), (BEFORE, ["ABANDONED"])])
+def test_running_calls_move_to_a_node_of_the_version_before_and_back(
+    commit: str, moves: list[str], coder: Path, tmp_path: Path
+) -> None:
+    """As they do while machines are replaced one after the other, also where the new release is taken back. One whose
+    engine computes other bits is no place for them: they stay."""
+    python = interpreter(tmp_path, commit)
+    with (
+        server(tmp_path) as url,
+        Cluster(tmp_path, nodes=1, env={"SLLM_NATS_URL": url}) as cluster,
+        node(python, tmp_path, {"SLLM_NATS_URL": url}, "n2"),
+    ):
+        wait(lambda: len(cluster.http.get(f"{API}/nodes").json()["nodes"]) == 2, "both nodes are known")
+        deploy_gated(cluster, coder)
+        right = whole(cluster, tmp_path / "open")
+        for number, ends in enumerate(moves):
+            source, before = settled(cluster), moved(cluster)
+            states: list[str] = []
+
+            def act(source: InstanceView = source, states: list[str] = states) -> None:
+                states.append(ask(cluster, source)["state"])
+
+            assert read_while(cluster, tmp_path / f"gate{number}", act) == right
+            assert states == [ends]
+            assert moved(cluster) == before + (ends == "DONE")
+            assert settled(cluster).node == (other(source.node) if ends == "DONE" else source.node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sllm_loaderd.convert.source import TensorSource
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, partition_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 _STEMS = (("safetensors", ".safetensors", "model"), ("torch", ".bin", "pytorch_model"))
@@ -15,7 +16,7 @@ def source_files(path: Path) -> tuple[str, list[Path]]:
     """Which format a model has (``safetensors``, ``torch``, ``gguf`` or ``adapter``) and its weight files, or its
     shard index. ``path`` is a directory, or one GGUF file.
 
-    Raises ``InvalidCheckpoint`` if there are no weights.
+    Raises ``InvalidCheckpoint`` if there are no weights, or they were converted before.
     """
     if path.is_file() and path.suffix == ".gguf":
         return "gguf", [path]
@@ -24,6 +25,8 @@ def source_files(path: Path) -> tuple[str, list[Path]]:
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
     if "adapter_config.json" in names and not {"adapter_model.safetensors", "adapter_model.bin"}.isdisjoint(names):
         return "adapter", [path]
+    if {INDEX_NAME, partition_name(0)} <= set(names):
+        raise InvalidCheckpoint(f"{path} is converted already: deploy it as it is, or convert what it was made of anew")
     for kind, suffix, stem in _STEMS:
         index = f"{stem}{suffix}.index.json"
         if index in names:

@@ -245,6 +245,13 @@ def test_a_header_longer_than_its_file_is_refused(length: int, tmp_path: Path) -
         convert_directory(tmp_path / "source", tmp_path / "checkpoint")
 
 
+def test_what_is_converted_already_is_no_model_to_convert(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "source" / "model.safetensors", {"a": entry(0, 4)}, bytes(4))
+    convert_directory(tmp_path / "source", tmp_path / "checkpoint")
+    with pytest.raises(InvalidCheckpoint, match="converted already"):
+        convert_directory(tmp_path / "checkpoint", tmp_path / "again")
+
+
 def test_a_dtype_that_is_not_served_is_named(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "source" / "model.safetensors", {"a": entry(0, 4, dtype="F6_E2M3")}, bytes(4))
     with pytest.raises(UnsupportedModel, match="F6_E2M3"):
