@@ -89,7 +89,18 @@ class Gateway:
         self._announcer = Announcer(bus, "gateway", clock, wall)
         self._news = news = News(bus, clock, wall)
         self._leader = Leader(bus)
-        self.calls = Calls(bus, self._leader, settings, self.metrics, clock, self._starts, self._ended, news.tell)
+        self._ledger = Ledger()
+        self.calls = Calls(
+            bus,
+            self._leader,
+            settings,
+            self.metrics,
+            clock,
+            self._starts,
+            self._ended,
+            news.tell,
+            self._ledger.placed,
+        )
         self._recent = Recent(bus, settings.gateway, self.calls, clock, wall)
         self.table = RouteTable(self._on_version)
         responder = Responder(self.calls, settings, clock)
@@ -104,7 +115,6 @@ class Gateway:
             Roll(settings.gateway),
             Journal(bus, stored, clock),
         )
-        self._ledger = Ledger()
         self._detached = Detached(
             self.calls, journal, self.table, self.metrics, lambda: lives.known, settings.resume_window, clock, wall
         )

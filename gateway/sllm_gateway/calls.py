@@ -58,8 +58,9 @@ class Calls:
         starts: Starts,
         on_end: Callable[[Call], None] = lambda _: None,
         tell: Tell = lambda kind, call, why, others=(): None,
+        on_place: Callable[[Call], None] = lambda _: None,
     ) -> None:
-        """``on_end`` is told of each call that is over, once."""
+        """``on_end`` is told of each call that is over, once; ``on_place`` as in ``Handover``."""
         self._clock = clock
         self._starts = starts
         self._tasks = Tasks("calls")
@@ -88,7 +89,9 @@ class Calls:
             tell=tell,
         )
         self._ending = Ending(self._open, self._link, self.dispatcher, self._moves, metrics, clock, on_end, tell)
-        self._handover = Handover(self._link, self.dispatcher, self._ending, settings.window, clock, self._tasks, tell)
+        self._handover = Handover(
+            self._link, self.dispatcher, self._ending, settings.window, clock, self._tasks, tell, on_place
+        )
         self._delivery = Delivery(
             self._open, self._link, self._handover, self._ending, self._moves, settings.max_output, clock
         )

@@ -306,11 +306,14 @@ class Detached:
         async def take() -> None:
             fence = await self._journal.take_over(run.stream, known, mine, keep)
             if fence is None:
+                await self._journal.require(run.stream, run.call.id)  # it is gone, and nobody has the call
                 raise moved(run.call.id)
             run.asked, run.fence = mine, fence
 
         async with run.writing:
             await self._insist(run.call.id, run.until, take)
+        await self._hold(run)
+        run.epoch = 0  # that it has begun is written again: it stands for as long as its order
 
     async def _end(self, run: _Run, state: CallState, error: SllmError | None) -> None:
         ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end, run.journaled.frames)
@@ -361,9 +364,12 @@ class Detached:
         """What comes meanwhile waits at the node, as for any slow reader. False: it could not be stored, and the call
         has failed meanwhile, so that its answer is none anyway. Raises as ``_insist``."""
         number = run.journaled.batches
-        write = functools.partial(
-            self._journal.write, run.stream, run.call.id, batch, run.keep, run.fence, number=number
-        )
+
+        async def write() -> None:
+            if run.asked.life != self._life():  # it may have waited for room, or for JetStream, for longer than a life
+                await self._renew(run)
+            await self._journal.write(run.stream, run.call.id, batch, run.keep, run.fence, number=number)
+
         return await self._insist(run.call.id, run.until, write, lambda: run.call.error is not None)
 
     async def _insist(

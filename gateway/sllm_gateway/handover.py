@@ -33,7 +33,9 @@ class Handover:
         clock: Callable[[], float],
         tasks: Tasks,
         tell: Tell,
+        on_place: Callable[[Call], None],
     ) -> None:
+        """``on_place`` is told of each call that an instance is asked to take, before that is."""
         self._link = link
         self._dispatcher = dispatcher
         self._ending = ending
@@ -41,6 +43,7 @@ class Handover:
         self._clock = clock
         self._tasks = tasks
         self._tell = tell
+        self._on_place = on_place
 
     def place(self, call: Call, entry: RouteEntry, came: float, now: float) -> None:
         """Ask the instance of ``entry``, which is there since ``came``, to take the call, under a new epoch."""
@@ -62,6 +65,7 @@ class Handover:
                 call.marks.started, call.marks.ready = entry, came
         call.epoch += 1
         call.binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
+        self._on_place(call)
         self._tasks.start(self._open(call, call.binding), "open")
 
     async def _open(self, call: Call, binding: Binding) -> None:

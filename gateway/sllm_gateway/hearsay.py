@@ -13,9 +13,8 @@ from sllm_gateway.ledger import streams
 from sllm_gateway.lives import log_of
 from sllm_gateway.overheard import Overheard
 from sllm_runtime.platform.bus import Bus, Subscription
-from sllm_runtime.platform.requests import Unserved
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.lives import AskHeard, Heard, Log
 
@@ -23,8 +22,6 @@ log = logging.getLogger(__name__)
 
 ASK_S: Final = 1.0
 """A gateway that runs answers within this."""
-AGAIN_S: Final = 0.1
-"""One that does not listen now is asked again after this."""
 
 
 class Hearsay:
@@ -69,27 +66,26 @@ class Hearsay:
         logs = (log_of(data) for data in self._heard.after(life).values())
         return any(stream.order.call == call for stream in streams(logs))
 
-    async def of(self, life: str, after: int, others: Iterable[str]) -> dict[int, Log]:
-        """What this gateway and those ``others`` that answer have heard of a life's log after message ``after``."""
-        asked = (self._ask(gateway, life, after) for gateway in set(others) - {self._gateway})
+    async def of(self, life: str, after: int, others: Iterable[str]) -> tuple[dict[int, Log], set[str]]:
+        """What this gateway and those ``others`` that answer have heard of a life's log after message ``after``; and
+        those that did not answer, who may have heard more."""
+        names = sorted(set(others) - {self._gateway})
         found = {number: log_of(data) for number, data in self._heard.after(life, after).items()}
-        for logs in await asyncio.gather(*asked):
+        answers = await asyncio.gather(*(self._ask(name, life, after) for name in names))
+        for logs, _ in answers:
             found.update(logs)
-        return found
+        return found, {name for name, (_, answered) in zip(names, answers, strict=True) if not answered}
 
-    async def _ask(self, gateway: str, life: str, after: int) -> dict[int, Log]:
+    async def _ask(self, gateway: str, life: str, after: int) -> tuple[dict[int, Log], bool]:
+        """What it has heard; and whether it has answered to the end, if only that it cannot say."""
         found: dict[int, Log] = {}
-        until = self._clock() + ASK_S
         while True:
             question = AskHeard(life=life, after=max(found, default=after))
             try:
                 answer = await self._bus.call(subjects.heard(gateway), question, Heard, timeout_s=ASK_S)
             except SllmError as error:
-                if isinstance(error, Unserved) and self._clock() < until:  # it may be on its way back to NATS
-                    await asyncio.sleep(AGAIN_S)
-                    continue
                 log.info("gateway %s does not say what it has heard: %s", gateway, error.message)
-                return found
+                return found, not isinstance(error, Unavailable | DeadlineExceeded)
             if not answer.logs:
-                return found
+                return found, True
             found.update(answer.logs)

@@ -142,11 +142,22 @@ class Journal:
             raise moved(mine.call)
         return there[0]
 
-    async def create(self, stream: str, call: str, entry: Entry, keep_s: float, *, number: int | None = None) -> None:
-        """Write ``entry`` as ``write`` does, unless one is there."""
+    async def create(self, stream: str, call: str, entry: Entry, keep_s: float, *, number: int | None = None) -> bool:
+        """Write ``entry`` as ``write`` does, unless one is there. Whether it is what is there now."""
         subject = _place(stream, call, type(entry), number)
-        with contextlib.suppress(Changed):
+        try:
             await self._stored.write(subject, entry, keep_s=keep_s, where=Last(stream, subject, 0))
+        except Changed:
+            there = await self._stored.last(stream, subject)
+            return there is not None and there[1] == codec.pack(entry)
+        return True
+
+    async def has(self, call: str) -> bool:
+        """Whether a stream is a kept call, or was: who makes it one writes its order last."""
+        for kind in (CallOrder, Ended):
+            if await self._stored.last(JOURNAL_STREAM, _place(JOURNAL_STREAM, call, kind)) is not None:
+                return True
+        return False
 
     async def take_over(self, stream: str, known: CallOrder, mine: CallOrder, keep_s: float) -> int | None:
         """Rewrite the order ``known`` as ``mine``; its sequence. None: it is another gateway's meanwhile. After

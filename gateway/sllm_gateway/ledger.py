@@ -54,10 +54,10 @@ class Ledger:
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
         self._begun: dict[str, _Line] = {}
-        """Those of which nothing is written yet."""
+        """Those that have begun, or were given an instance, and that is not written yet."""
         self._gone: list[str] = []
         self.news = asyncio.Event()
-        """Set when a stream has begun or ended and that is not written."""
+        """Set when a stream has begun, was given an instance or has ended, and that is not written."""
         self._handed_on = False
 
     def __len__(self) -> int:
@@ -67,6 +67,13 @@ class Ledger:
         """It has been admitted. One that cannot go on elsewhere, or whose request is large, is left out."""
         if call.resumption is not None and len(call.order.body) <= MOST_LOGGED:
             self._lines[call.id] = self._begun[call.id] = _Line(call, asked)
+            self.news.set()
+
+    def placed(self, call: Call) -> None:
+        """An instance is asked to take it: from its first byte on the answer is of that one's class."""
+        line = self._lines.get(call.id)
+        if line is not None and line.call is call:
+            self._begun[call.id] = line
             self.news.set()
 
     def end(self, call: str) -> None:

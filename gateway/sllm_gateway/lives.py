@@ -145,6 +145,11 @@ class Lives:
             _logger.info("the others are not told of this gateway's log: %s", error.message)
 
     @property
+    def connected(self) -> bool:
+        """Whether others can be told now; else they are when NATS is back (``on_reconnect``)."""
+        return self._bus.connected
+
+    @property
     def behind(self) -> bool:
         """Whether something waits to be stored."""
         return self.waiting is not None

@@ -28,7 +28,7 @@ from sllm_runtime.platform.owned import Tasks, each
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart
-from sllm_runtime.protocol.errors import CallNotFound, SllmError, Unavailable
+from sllm_runtime.protocol.errors import CallNotFound, SllmError, StoreFull, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import BEAT_S, Life, Log, Whole
@@ -43,6 +43,9 @@ IDS_S: Final = 0.25
 KEPT_S: Final = 3600.0
 """What is written of a stream that another gateway is to go on with stands for so long, until one does."""
 COMING_S: Final = 30.0
+SAID_S: Final = 10.0
+"""Who lives and does not say what it has heard of a life is asked again for so long: it may be on its way back to NATS.
+Far within COMING_S."""
 MOST_TAKEN: Final = 64
 """Lives that were taken over are looked at for more until there are so many newer ones."""
 _ID_FRAME: Final = 4096
@@ -55,6 +58,10 @@ class _Taken:
     last: int = -1
     """Number of the last message of its log that has been heeded."""
     calls: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    """Gateways that may have heard more of it, and have not said so."""
+    until: float | None = None
+    """They are asked again until then."""
 
 
 class Succession:
@@ -157,7 +164,7 @@ class Succession:
         now = self._clock()
         if now - self._waiting_looked >= BEAT_S:
             before, self._waiting, self._waiting_looked = self._waiting, self._lives.waiting, now
-            if self._waiting is not None and self._waiting == before:
+            if self._waiting is not None and self._waiting == before and self._lives.connected:
                 self._lives.tell_again()
 
     async def _store(self) -> None:
@@ -250,19 +257,28 @@ class Succession:
                 self._taking_up.look(())
         if claimed is None:
             return
-        taken = _Taken()
-        left = await self._keep_left(life.life, taken)
-        log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(left))
+        taken = self._taking(life.life)
+        new = await self._keep_left(life.life, taken)
+        self._taking_up.look(new)
+        if taken.until is None:
+            taken.until = self._clock() + SAID_S
+        if taken.silent and self._clock() < taken.until:
+            raise Unavailable(f"{', '.join(sorted(taken.silent))} may have heard more of it")
+        log.warning("gateway %s is gone: it left %d stream(s)", life.gateway, len(taken.calls))
         now = await self._lives.settle(claimed) or await self._lives.find(life.life)
         self._roll.heard(now or replace(claimed, settled=True))
-        self._taking_up.look(left)
-        while len(self._taken) >= MOST_TAKEN:
-            del self._taken[next(iter(self._taken))]
-        self._taken[life.life] = taken
+
+    def _taking(self, life: str) -> _Taken:
+        """What is known of one that is taken over here, from the first try on."""
+        if life not in self._taken:
+            while len(self._taken) >= MOST_TAKEN:
+                del self._taken[next(iter(self._taken))]
+            self._taken[life] = _Taken()
+        return self._taken[life]
 
     async def _keep_left(self, life: str, taken: _Taken) -> set[str]:
         """Its streams that were not among those ``taken`` before."""
-        logs = await self._log_of(life)
+        logs, taken.silent = await self._log_of(life, taken.silent)
         found = [each for each in streams(logs[n] for n in sorted(logs)) if each.order.call not in taken.calls]
         await each(found, self._keep, AT_ONCE)
         taken.last = max(logs, default=taken.last)
@@ -270,23 +286,34 @@ class Succession:
         taken.calls |= new
         return new
 
-    async def _log_of(self, life: str) -> dict[int, Log]:
-        """All that is stored of it, and what was told and is not, by number."""
+    async def _log_of(self, life: str, silent: set[str]) -> tuple[dict[int, Log], set[str]]:
+        """All that is stored of it, and what was told and is not, by number; and who has not said what it has heard.
+        ``silent``: who had not the last time. It may have begun another life since."""
         logs = await self._lives.log_of(life)
-        others = [other.gateway for other in self._roll.living(self._lives.me.life)]
-        return logs | await self._hearsay.of(life, max(logs, default=-1), others)
+        others = {other.gateway for other in self._roll.living(self._lives.me.life)} | silent
+        whole = next((number for number in sorted(logs) if number + 1 not in logs), -1)  # behind it some may be lost
+        heard, silent = await self._hearsay.of(life, whole, others)
+        return logs | heard, silent
 
     async def _keep(self, stream: Whole) -> None:
-        """Written once, whoever does it: the order last, which makes it a call."""
-        call, body = stream.order.call, stream.body
+        """Written once, whoever does it: the order last, which makes it a call. One whose body finds no room does not
+        hold up the others."""
+        call, body, ids = stream.order.call, stream.body, stream.ids
         create, keep = self._journal.create, known_s(KEPT_S)
-        for number, start in enumerate(range(0, len(body), MAX_PART)):
-            part = BodyPart(number, body[start : start + MAX_PART])
-            await create(BODIES_STREAM, call, part, keep, number=number)
+        if await self._journal.has(call):  # it may have ended, and its body been given back
+            return
+        try:
+            for number, start in enumerate(range(0, len(body), MAX_PART)):
+                part = BodyPart(number, body[start : start + MAX_PART])
+                await create(BODIES_STREAM, call, part, keep, number=number)
+        except StoreFull as error:
+            log.error("a stream ends with its gateway: %s", error.message, extra={"call": call})
+            return
         if stream.epoch:
             began = Began(at=stream.order.created, numerics=stream.numerics, epoch=stream.epoch, exact=stream.exact)
-            await create(JOURNAL_STREAM, call, began, keep)
-        if frames := id_frames(stream.ids):
+            if not await create(JOURNAL_STREAM, call, began, keep):
+                ids = ()  # of a drawing that the one who wrote another may not have known of: they are drawn again
+        if frames := id_frames(ids):
             await create(JOURNAL_STREAM, call, Batch(0, frames), keep, number=0)
         await create(JOURNAL_STREAM, call, stream.order, keep)
 

@@ -86,6 +86,7 @@ class TakingUp:
             anew = self._due.is_set()
             self._due.clear()
             try:
+                await self._lives.recorded()  # of a life that others do not know they take what it has for nobody's
                 await self._take_up(anew=anew)
             except Unavailable as error:
                 log.info("calls of gateways that are gone wait to be taken up: %s", error.message)

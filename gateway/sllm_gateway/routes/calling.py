@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Literal
 
 from sllm_gateway.asgi import Scope, header
@@ -20,6 +22,7 @@ from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import Version
 from sllm_runtime.platform import trace
 from sllm_runtime.protocol.calls import PREFIX, CallOrder
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.http import EVENT_STREAM
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import TAG
@@ -92,8 +95,16 @@ class Caller:
         """Begin a call that is not kept; ``asked(durable)`` is what another gateway would be told of its stream."""
         call = self.calls.admit(order)
         if order.stream and call.resumption is not None:
+            call.before_open = partial(self._lives_on, call)
             self._ledger.begin(call, asked(False))
         return call
+
+    async def _lives_on(self, call: Call) -> None:
+        """No instance is asked while this gateway does not know that it lives: an heir may have the stream by now, at
+        an instance of another class. What the call is allowed ends it."""
+        while not call.over:
+            with contextlib.suppress(Unavailable):
+                return await self._lives.recorded()
 
     def asked(self, order: Order, durable: bool, header: Header | None = None) -> CallOrder:
         """The same, as a kept call's journal says it. ``header``: of an OpenAI answer."""

@@ -34,12 +34,13 @@ class StandsStill(Journal):
         super().__init__(bus, stored)
         self._stands_at = last
 
-    async def create(self, stream: str, call: str, entry: Entry, keep_s: float, *, number: int | None = None) -> None:
-        await super().create(stream, call, entry, keep_s, number=number)
+    async def create(self, stream: str, call: str, entry: Entry, keep_s: float, *, number: int | None = None) -> bool:
+        created = await super().create(stream, call, entry, keep_s, number=number)
         if entry_name(type(entry), number) == self._stands_at:
             sys.stdout.buffer.write(REACHED)
             sys.stdout.buffer.flush()
             await asyncio.Event().wait()
+        return created
 
 
 async def inherit(life: str, last: str) -> None:

@@ -19,8 +19,17 @@ from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.calls import Began, BodyPart, CallOrder, Ended, Entry, KeyClaim
 from sllm_runtime.protocol.errors import CallMoved, Conflict, JournalExpired, StoreFull
 from sllm_runtime.protocol.limits import KIB, MAX_BODY, MAX_PART, MIB
+from sllm_runtime.protocol.lives import LIVES_AGE_S
 from sllm_runtime.protocol.states import CallState
-from sllm_runtime.protocol.subjects import BODIES_STREAM, CALLS_STREAM, JOURNAL_STREAM, KEYS_STREAM, call_entry
+from sllm_runtime.protocol.subjects import (
+    BODIES_STREAM,
+    CALLS_STREAM,
+    JOURNAL_STREAM,
+    KEYS_STREAM,
+    LIVES_STREAM,
+    call_entry,
+    life_beat,
+)
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, entry, manifest, second, world
@@ -204,6 +213,38 @@ async def test_a_call_whose_order_was_evicted_ends_and_its_readers_are_told(nats
         again = await w.http.post("/fn/gate", json={}, headers=key("k"))
         assert (again.status_code, again.json()["error"]["code"]) == (410, "journal_expired")
         assert len(gate.runs) == 1
+
+
+async def test_a_call_whose_order_was_lost_with_the_life_of_its_gateway_ends(nats: Nats) -> None:
+    """All servers of a cluster were restarted, which have both in memory. No gateway goes on with it."""
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        first = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("k")))
+        await until(lambda: gate.runs, what="it runs")
+        call, lives = gate.runs[0].head.call, w.gateway._succession._lives
+        first_life = lives.known
+
+        async def said() -> bool:
+            batch = call_entry(JOURNAL_STREAM, call, "batch-0")
+            return await Stored(w.controller.bus).last(JOURNAL_STREAM, batch) is not None
+
+        async def another() -> bool:
+            await drop(w.controller.bus, LIVES_STREAM, life_beat(first_life))
+            lives._beaten -= LIVES_AGE_S
+            return lives.known != first_life
+
+        await until(said, what="what it said is written")
+        await drop(w.controller.bus, JOURNAL_STREAM, call_entry(JOURNAL_STREAM, call, "order"))
+        await until(another, what="its gateway has begun another life")
+        told = await first
+        assert (told.status_code, told.json()["error"]["code"]) == (410, "journal_expired")
+        kept = journal_of(w.controller.bus)
+
+        async def ended() -> bool:
+            return (await kept.end_of(JOURNAL_STREAM, call)).ended is not None
+
+        await until(ended, what="its end is written")
 
 
 async def test_who_reads_a_call_that_nobody_has_any_more_is_told(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -16,11 +17,11 @@ from sllm_gateway.ledger import streams
 from sllm_gateway.lives import Lives, Lost, Over
 from sllm_gateway.overheard import Overheard
 from sllm_gateway.stored import Stored
-from sllm_runtime.protocol import codec
+from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.frames import Ids
 from sllm_runtime.protocol.limits import BATCH_BYTES
-from sllm_runtime.protocol.lives import LIVES_AGE_S, TAG, Gone, Log, More, Whole
+from sllm_runtime.protocol.lives import BEAT_S, LIVES_AGE_S, TAG, AskHeard, Gone, Log, More, Whole
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
@@ -106,8 +107,8 @@ async def test_what_one_has_heard_is_told_to_who_has_not(nats: Nats) -> None:
     await until(lambda: len(listener._heard.after(w.a.me.life)) == len(large), what="all is heard")
     await heir.start()
     found = await heir.of(w.a.me.life, 1, [GATEWAY_2, "gone"])
-    assert found == dict(list(enumerate(large))[2:])
-    assert await heir.of(w.a.me.life, -1, ["gone"]) == {}
+    assert found == (dict(list(enumerate(large))[2:]), {"gone"})
+    assert await heir.of(w.a.me.life, -1, ["gone"]) == ({}, {"gone"})
     for each in (listener, heir):
         await each.close()
 
@@ -169,6 +170,34 @@ async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> Non
     assert not hearsay.tells_of(dead.me.life, ended)
     assert not hearsay.tells_of(listens.me.life, call)
     await gone_on_with(nats, call, ended)
+    await hearsay.close()
+
+
+async def test_who_has_heard_it_and_comes_back_late_is_waited_for(nats: Nats) -> None:
+    """Away from NATS as the heir asked, for longer than an answer takes; nothing is stored."""
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f"))
+    bus, other = await nats.bus(GATEWAY), await nats.bus(GATEWAY_2)
+    dead = Lives(bus, Stored(bus), GATEWAY, repeating(b"d"), time.monotonic)
+    listens = Lives(other, Stored(other), GATEWAY_2, repeating(b"o"), time.monotonic)
+    hearsay = Hearsay(other, GATEWAY_2)
+    await hearsay.start()
+    for life in (dead, listens):
+        await life.beat()
+    call, ended = f"call-{dead.me.life[:TAG]}1", f"call-{dead.me.life[:TAG]}2"
+    dead.tell(Log((begun(call, dead, (0, 1, 2)),)))
+    await until(lambda: hearsay.last(dead.me.life) == 0, what="it is heard")
+    await hearsay._subscriptions.pop().unsubscribe()
+
+    async def comes_back() -> None:
+        for _ in range(3):
+            await asyncio.sleep(BEAT_S)  # as a gateway does that lives
+            await listens.beat()
+        hearsay._subscriptions.append(await other.serve(subjects.heard(GATEWAY_2), AskHeard, hearsay._asked))
+
+    back = asyncio.create_task(comes_back())
+    await gone_on_with(nats, call, ended)
+    await back
     await hearsay.close()
 
 

@@ -132,6 +132,12 @@ async def test_a_call_that_runs_is_of_its_gateways_next_life(nats: Nats, retries
 
         await until(another, what="it has begun another life")
         await until(renewed, what="the call is of that one")
+        order = (await stored(w, call, "order")).seq or 0
+
+        async def begun_again() -> bool:
+            return ((await stored(w, call, "began")).seq or 0) > order
+
+        await until(begun_again, what="that it has begun stands for as long as its order")
         gate.opened.set()
         assert (await reaches(w.http, call, "SUCCEEDED"))["error"] is None
 

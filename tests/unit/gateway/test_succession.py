@@ -23,6 +23,7 @@ from sllm_gateway.detached import EPOCHS, Detached
 from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal
 from sllm_gateway.ledger import Ledger, streams
+from sllm_gateway.link import Link
 from sllm_gateway.lives import STILL_S, Lives, Lost, Over
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.resumption import Resumption
@@ -31,11 +32,13 @@ from sllm_gateway.routes import calls
 from sllm_gateway.stored import Stored
 from sllm_gateway.succession import Succession, id_frames
 from sllm_gateway.table import Version
+from sllm_gateway.taking_up import TakingUp
+from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import Batch, BodyPart, CallOrder, Journaled
+from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder, Journaled
 from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Cancelled, Draining, Unavailable
-from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE, MIB
 from sllm_runtime.protocol.lives import (
     MOST_LOGGED,
@@ -51,7 +54,7 @@ from sllm_runtime.protocol.lives import (
 )
 from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.states import CallState
-from sllm_runtime.protocol.subjects import JOURNAL_STREAM, LIVES_STREAM, life_beat
+from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entries, life_beat
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.heir import REACHED
@@ -184,6 +187,18 @@ def test_the_class_of_an_answer_is_written_before_its_first_ids() -> None:
     gateway.do("write", 0, 1)
     (whole,) = streams(gateway.logs)
     assert (whole.numerics, whole.exact) == ("f", False)
+
+
+def test_the_class_of_one_that_waited_is_written_before_its_first_ids() -> None:
+    gateway = Gateway()
+    gateway.do("begin", 0, 1)
+    gateway.do("beginnings", 0, 1)
+    call = gateway.calls[0]
+    call.epoch, call.binding = 1, Binding(call.id, 1, entry("i1", fingerprint="f"), b"", MIB, 0.0)
+    gateway.ledger.placed(call)
+    assert gateway.ledger.news.is_set()
+    gateway.do("beginnings", 0, 1)
+    assert streams(gateway.logs)[0].numerics == "f"
 
 
 def test_ids_of_two_drawings_are_not_put_together() -> None:
@@ -559,6 +574,63 @@ async def test_what_is_created_twice_stays_as_it_was(nats: Nats) -> None:
     assert (await w.journal_b.find("call-1"))[1].life == "a"
 
 
+def succession_of(bus: Bus, lives: Lives, journal: Journal) -> Succession:
+    """What a gateway makes of others' streams; it takes up none itself."""
+    taking_up, clock = cast(TakingUp, SimpleNamespace(look=lambda _: None)), time.monotonic
+    hearsay = Hearsay(bus, GATEWAY_2)
+    return Succession(lives, Roll(GATEWAY_2), Ledger(), hearsay, journal, taking_up, lambda *_: None, clock)
+
+
+async def test_a_body_that_was_given_back_is_not_written_again(nats: Nats) -> None:
+    """By a gateway that wakes when its heir has ended the call already: nobody would give it back."""
+    w = await two(nats)
+    bus = await nats.bus(GATEWAY_2)
+    whole = Whole(order=asked("call-1"), body=b"{}", epoch=3, numerics="x", exact=True, ids=())
+    heir = succession_of(bus, w.b, w.journal_b)
+    await heir._keep(whole)
+    await w.journal_b.give_back(whole.order)
+
+    async def gone() -> bool:
+        return await Stored(bus).last(BODIES_STREAM, call_entries(BODIES_STREAM, "call-1")) is None
+
+    await until(gone, what="its body is no more")
+    await heir._keep(whole)
+    assert await gone()
+
+
+async def test_ids_are_kept_beside_the_class_that_drew_them_alone(nats: Nats) -> None:
+    """An heir died that knew of another drawing than the next one does: what that one knows is drawn again."""
+    w = await two(nats)
+    bus = await nats.bus(GATEWAY_2)
+    whole = Whole(order=asked("call-1"), body=b"{}", epoch=3, numerics="y", exact=True, ids=((9, 9),))
+    began = Began(at=whole.order.created, numerics="x", epoch=1)
+    assert await w.journal_a.create(JOURNAL_STREAM, "call-1", began, 60)
+    await succession_of(bus, w.b, w.journal_b)._keep(whole)
+    journaled, entries = await w.journal_a.now(JOURNAL_STREAM, "call-1")
+    assert journaled.began == began
+    assert journaled.order == whole.order
+    assert not [each for each in entries if isinstance(each, Batch)]
+
+
+async def test_what_lies_in_a_hole_of_the_stored_log_is_known_by_who_has_heard_it(nats: Nats) -> None:
+    """Its gateway had given up what waited, and could store again before it died."""
+    w = await two(nats)
+    bus = await nats.bus(GATEWAY_2)
+    heir = succession_of(bus, w.b, w.journal_b)
+    await heir._hearsay.start()
+    await w.a.beat()
+    for number in range(3):
+        w.a.tell(a_log(f"call-{number}"))
+        if number == 1:
+            w.a.anew()
+        else:
+            await w.a.store()
+    await until(lambda: heir._hearsay.last(w.a.me.life) == 2, what="all is heard")
+    assert set(await w.b.log_of(w.a.me.life)) == {0, 2}
+    assert set((await heir._log_of(w.a.me.life, set()))[0]) == {0, 1, 2}
+    await heir._hearsay.close()
+
+
 # --- the whole gateway ----------------------------------------------------------------------------
 async def six(run: Run) -> None:
     """Draws what it is not told, and says all of it again."""
@@ -890,6 +962,45 @@ async def test_a_gateway_that_stood_still_takes_no_call_before_it_knows_that_it_
     now[0] += STILL_S - 0.1
     lives.turn()
     await asyncio.wait_for(lives.recorded(), 1.0)
+
+
+async def test_no_instance_is_asked_before_a_gateway_that_stood_still_knows_that_it_lives(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heir may have the stream, at an instance of another class."""
+    asked_for, beating, knows, gate = list[str](), asyncio.Event(), asyncio.Event(), asyncio.Event()
+    beat, link_open = Lives.beat, Link.open
+
+    async def late(self: Lives, *, over: bool = False) -> None:
+        beating.set()
+        await knows.wait()
+        await beat(self, over=over)
+
+    async def asking(self: Link, node: str, opened: Open) -> Opened:
+        asked_for.append(opened.head.call)
+        return await link_open(self, node, opened)
+
+    async def waits(run: Run) -> None:
+        await gate.wait()
+        await six(run)
+
+    monkeypatch.setattr(Link, "open", asking)
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry(fingerprint="f", concurrency=1), script=waits)
+        answers = [asyncio.create_task(w.http.post("/fn/tokens", json={}, headers=SSE)) for _ in range(2)]
+        await until(lambda: len(w.gateway.calls) == 2 and len(w.node.opened) == 1, what="one runs and one waits")
+        (second,) = (each for each in w.gateway.calls.open() if each.binding is None)
+        monkeypatch.setattr(Lives, "beat", late)
+        await beating.wait()
+        w.gateway._succession._lives._turned -= STILL_S + 1
+        gate.set()
+        await until(lambda: second.binding is not None, what="it has a place")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert second.id not in asked_for
+        knows.set()
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in await asyncio.gather(*answers))
+        assert second.id in asked_for
 
 
 async def test_a_gateway_whose_machine_slept_takes_no_call_before_it_knows_that_it_lives(

@@ -15,8 +15,9 @@ from sllm_gateway.succession import Succession, _Taken
 from sllm_gateway.taking_up import AT_ONCE, TakingUp
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.calls import Began, CallOrder, Journaled
-from sllm_runtime.protocol.errors import QueueFull, Unavailable
+from sllm_runtime.protocol.errors import QueueFull, StoreFull, Unavailable
 from sllm_runtime.protocol.lives import Life, Log, Whole
+from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.test_succession import OTHER, asked, roll
 
@@ -97,7 +98,7 @@ def taking_up(
         ),
         cast(Any, SimpleNamespace(all=every, take_over=take, now=now, asked_to_cancel=asked_to_cancel)),
         cast(Any, SimpleNamespace(get=lambda *_: None)),
-        cast(Any, SimpleNamespace(me=me)),
+        cast(Any, SimpleNamespace(me=me, recorded=lambda: asyncio.sleep(0))),
         over,
         pause,
     )
@@ -221,26 +222,47 @@ async def test_what_waits_for_room_and_is_claimed_elsewhere_is_looked_at_as_it_i
     assert not one._waiting
 
 
-async def test_streams_are_written_together() -> None:
-    crowd = Crowd()
-    streams = tuple(
-        Whole(order=asked(call, parts=0), body=b"", epoch=0, numerics="", exact=True, ids=()) for call in CALLS
-    )
-
-    async def create(_: str, call: str, *__: Any) -> None:
-        await crowd.wait(call)
+def inheriting(create: Callable[..., Awaitable[bool]]) -> Succession:
+    """What makes kept calls of the streams that another gateway has left, all of CALLS."""
+    streams = tuple(Whole(order=asked(call), body=b"{}", epoch=0, numerics="", exact=True, ids=()) for call in CALLS)
 
     async def log_of(_: str) -> dict[int, Log]:
         return {0: Log(streams)}
 
-    async def heard(*_: Any) -> dict[int, Log]:
-        return {}
+    async def heard(*_: Any) -> tuple[dict[int, Log], set[str]]:
+        return {}, set()
+
+    async def has(_: str) -> bool:
+        return False
 
     lives = cast(Any, SimpleNamespace(me=Life(life="m" * 12, gateway="g1"), log_of=log_of))
-    journal, hearsay = cast(Any, SimpleNamespace(create=create)), cast(Any, SimpleNamespace(of=heard))
+    journal, hearsay = cast(Any, SimpleNamespace(create=create, has=has)), cast(Any, SimpleNamespace(of=heard))
     none = cast(Any, None)
-    succession = Succession(lives, roll(OTHER), Ledger(), hearsay, journal, none, none, lambda: 0.0)
-    keeping = asyncio.create_task(succession._keep_left(OTHER.life, _Taken()))
+    return Succession(lives, roll(OTHER), Ledger(), hearsay, journal, none, none, lambda: 0.0)
+
+
+async def test_one_whose_body_finds_no_room_holds_up_no_other() -> None:
+    made = list[str]()
+
+    async def create(stream: str, call: str, *_: Any, **__: Any) -> bool:
+        if stream == BODIES_STREAM and call == CALLS[3]:
+            raise StoreFull("full")
+        if stream == JOURNAL_STREAM:
+            made.append(call)
+        return True
+
+    assert await inheriting(create)._keep_left(OTHER.life, _Taken()) == set(CALLS)
+    assert set(made) == set(CALLS) - {CALLS[3]}
+
+
+async def test_streams_are_written_together() -> None:
+    crowd = Crowd()
+
+    async def create(_: str, call: str, *__: Any, **___: Any) -> bool:
+        await crowd.wait(call)
+        return True
+
+    keeping = asyncio.create_task(inheriting(create)._keep_left(OTHER.life, _Taken()))
     try:
         await until(lambda: len(crowd.together) == AT_ONCE)
         crowd.open.set()
