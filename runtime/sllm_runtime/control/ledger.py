@@ -95,11 +95,11 @@ class Ledger:
         waiter = _Waiter(keys)
         self._waiters.add(waiter)
         try:
-            async with asyncio.timeout(min(timeout_s, FULL_S) if self._shortage() else timeout_s):
-                await waiter.done.wait()
-        except TimeoutError as error:
-            why = self._shortage() or self._full or "NATS does not take it; try again"
-            raise Unavailable(f"the state cannot be stored now: {why}") from error
+            while not await _within(waiter.done, min(timeout_s, FULL_S)):
+                timeout_s -= FULL_S
+                if (shortage := self._shortage()) or timeout_s <= 0:  # a disk may also become full meanwhile
+                    why = shortage or self._full or "NATS does not take it; try again"
+                    raise Unavailable(f"the state cannot be stored now: {why}")
         finally:
             self._waiters.discard(waiter)
         return waiter.refused
@@ -148,3 +148,13 @@ class Ledger:
             for waiter in self._waiters:
                 waiter.over(key, refused)
         return True
+
+
+async def _within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it is set within so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -29,7 +29,7 @@ from sllm_runtime.protocol.records import (
     VersionRecord,
 )
 from sllm_runtime.protocol.states import InstanceState, VersionState
-from sllm_runtime.protocol.subjects import LEARNED_KEY, POOL_KEY, POPULARITY_KEY
+from sllm_runtime.protocol.subjects import LEARNED_KEY, POOL_KEY, POPULARITY_KEY, proofs_key, route_key
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     popularity: Popularity
     pool: PoolRecord
     unread: frozenset[str] = frozenset()
-    """Keys of instances that cannot be read."""
+    """Keys of instances, routes and proofs that cannot be read."""
 
 
 async def read(store: StateStore) -> Stored:
@@ -62,16 +62,18 @@ def _decoded(records: Records) -> Stored:
     """What people have made must be read, or nobody leads: what is left out would be removed. Raises
     ``ProtocolError``, which names it."""
     instances = records.readable("instances.", InstanceRecord)
+    routes, proofs = records.readable("routes.", Route), records.readable("proofs.", ProofsRecord)
+    kept = {"instances.": instances, "routes.": routes, "proofs.": proofs}
     return Stored(
         functions=records.list("functions.", FunctionRecord),
         versions=records.list("versions.", VersionRecord),
         models=records.list("models.", ModelRecord),
         nodes=_nodes(records),
         instances=instances,
-        unread=frozenset(records.keys("instances.") - instances.keys()),
-        routes=records.readable("routes.", Route),
+        unread=frozenset(key for prefix, found in kept.items() for key in records.keys(prefix) - found.keys()),
+        routes=routes,
         learned=_learned(records),
-        proofs=records.readable("proofs.", ProofsRecord),
+        proofs=proofs,
         popularity=records.get(POPULARITY_KEY, Popularity) or Popularity(),
         pool=records.get(POOL_KEY, PoolRecord) or PoolRecord(),
     )
@@ -124,9 +126,11 @@ def _adopted(record: InstanceRecord, manifest: Manifest, entry: RouteEntry | Non
 
 
 def unreferenced(stored: Stored, view: View) -> list[Write]:
-    """Instances in the store that the view has left out, or that cannot be read: to be removed from it."""
+    """Instances in the store that the view has left out, and what cannot be read, but for routes and proofs of versions
+    that there are: to be removed from it."""
     left_out = (key for key, record in stored.instances.items() if record.instance not in view.instances)
-    return [Write(key, None) for key in (*left_out, *stored.unread)]
+    written_anew = {make(*version) for version in view.versions for make in (route_key, proofs_key)}
+    return [Write(key, None) for key in (*left_out, *sorted(stored.unread - written_anew))]
 
 
 def repaired(view: View) -> View:

@@ -28,6 +28,14 @@ def test_what_fails_together_failed_once(blocking: bool) -> None:
     assert failed(second, 12.5, 11.5, blocking=blocking) is second
 
 
+def test_a_crash_ends_no_back_off_of_a_start_that_failed() -> None:
+    """Else callers would have it started again at once. Crashes after that are counted by themselves."""
+    start = failed(None, 10.0, 9.0)
+    assert failed(start, 10.5, 10.2, blocking=False) is start
+    crash = failed(start, 11.0, 10.5, blocking=False)
+    assert (crash.blocking, crash.attempts, crash.until) == (False, 1, 12.0)
+
+
 def test_eight_starts_for_eight_callers_are_one_attempt() -> None:
     world = World(FakeNode("n1", cpu=8.0, gpus=0))
     world.hear_all()

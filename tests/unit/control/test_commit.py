@@ -193,6 +193,21 @@ async def test_what_changes_while_a_decision_is_stored_is_in_it(bench: Bench, sh
     assert (record.active, record.last_version) == (1, 7)
 
 
+async def test_a_decision_that_is_called_back_while_it_is_stored_is_not_done(bench: Bench, shut: Shut) -> None:
+    """Nor by the controller after this one: what stood is stored again."""
+    await bench.gateway.deploy(manifest())
+    await bench.gateway.deploy(manifest(), b"other")
+    own_loop = bench.controller.loop
+    shut.refuses = lambda key, record: key == FUNCTION
+    rolling = asyncio.create_task(own_loop.commit(lambda view: registry.rollback(view, "chat", None)))
+    await until(lambda: shut.refused)
+    rolling.cancel()
+    await asyncio.wait([rolling])
+    shut.open()
+    assert own_loop.view.functions["chat"].active == 2
+    assert (await bench.stored(FUNCTION, FunctionRecord)).active == 2
+
+
 async def test_a_decision_waits_no_longer_for_others_than_for_the_store(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

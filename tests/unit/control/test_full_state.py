@@ -76,6 +76,18 @@ async def test_a_record_without_room_holds_up_no_other_and_is_written_when_there
     assert await store.get("models.large", ModelRecord) == large
 
 
+async def test_a_record_without_room_is_written_once_the_stream_may_be_larger(nats: Nats) -> None:
+    """Nobody has to write something else first."""
+    store = await full(nats)
+    ledger, large = Ledger(store), model("large", 6 * KIB)
+    async with running(ledger):
+        ledger.take([Write("models.large", large)])
+        await until(lambda: ledger._full, what="JetStream has refused it")
+        await limit(store._bus, 2 * LIMIT)
+        await ledger.settled(GIVE_UP_S)
+    assert await store.get("models.large", ModelRecord) == large
+
+
 async def test_what_was_never_there_is_deleted_from_a_full_stream(nats: Nats) -> None:
     store = await full(nats)
     with contextlib.suppress(StoreFull):

@@ -9,7 +9,7 @@ import pytest
 from sllm_runtime.control import ledger
 from sllm_runtime.control.changes import Write
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import NotStorable, Unavailable
 from sllm_runtime.protocol.records import FunctionRecord, Record
 from tests.fixtures.nats import CONTROLLER, Nats, nats  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -83,6 +83,35 @@ async def test_it_is_written_again_where_something_newer_came_between(store: Sto
     assert store.written[5:] == [NEW, NEW]
 
 
+async def test_whoever_writes_several_records_hears_of_the_one_that_was_refused(
+    store: Store, book: ledger.Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the others were stored after it."""
+    put, later = store.put, Write("versions.chat.2", FunctionRecord(function="chat", active=1, last_version=2))
+
+    async def put_or_not(key: str, record: Record | None) -> None:
+        if key == KEY:
+            raise NotStorable(f"{key} is too large")
+        await put(key, record)
+
+    monkeypatch.setattr(store, "put", put_or_not)
+    with pytest.raises(NotStorable, match="too large"):
+        await book.stored([OLD, later], GIVE_UP_S)
+    assert store.written == [later]
+
+
+async def test_what_is_newer_is_written_after_what_was_taken_before_it(store: Store, book: ledger.Ledger) -> None:
+    """Also where an older record of its key waits: what it builds on is stored first."""
+    first, other = Write("functions.first", None), Write("versions.chat.2", None)
+    store.open.clear()
+    book.take([first])
+    await until(lambda: store.written == [first])
+    book.take([OLD, other, NEW])
+    store.open.set()
+    await book.settled(GIVE_UP_S)
+    assert store.written == [first, other, NEW]
+
+
 async def test_on_a_full_disk_nobody_waits_long_and_the_disk_is_named(
     nats: Nats,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -93,6 +122,17 @@ async def test_on_a_full_disk_nobody_waits_long_and_the_disk_is_named(
     with pytest.raises(Unavailable, match="cannot be stored now: the disk of /x is full"):
         await full.settled(3600)
     assert full.waiting == 1, "it is written later"
+
+
+async def test_who_waits_hears_of_a_disk_that_becomes_full_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "FULL_S", 0.01)
+    said = iter(["", "", "the disk of /x is full"])
+    filling = ledger.Ledger(cast(StateStore, store), lambda: next(said))
+    filling.take([OLD])
+    with pytest.raises(Unavailable, match="cannot be stored now: the disk of /x is full"):
+        await filling.settled(3600)
 
 
 async def test_who_waits_for_one_record_does_not_wait_for_others(store: Store) -> None:

@@ -100,6 +100,41 @@ async def test_what_a_loop_takes_for_its_own_work_is_no_standstill(
     assert (len(set(planned.since[1:4])) == 1) is not standstill
 
 
+async def test_who_is_not_sure_to_lead_makes_no_plan(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, made, asked = bench.controller.loop, list[View](), list[bool]()
+
+    def planned(view: View, _context: Context) -> Plan:
+        made.append(view)
+        return Plan(view)
+
+    def unsure() -> bool:
+        asked.append(False)
+        asyncio.get_running_loop().call_soon(own._wake.set)
+        return False
+
+    monkeypatch.setattr(loop, "plan", planned)
+    monkeypatch.setattr(own, "_may_act", unsure)
+    await until(lambda: len(asked) > 5 or made, what="several plans were due")
+    assert not made
+
+
+async def test_a_bug_that_keeps_plans_from_being_made_is_told_and_ends_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next leader would meet it as well: what is there is served meanwhile."""
+
+    def work() -> bool:
+        asyncio.get_running_loop().call_soon(bench.controller.loop._wake.set)
+        if len(planned.since) <= 3:
+            raise ZeroDivisionError
+        return False
+
+    planned = Planned(bench, monkeypatch, work)
+    await planned.so_many(5)
+    assert (await bench.gateway.ask("ping", ctl.Nothing())).note == "leading"
+    assert caplog.text.count("a bug keeps plans from being made") == 1
+
+
 async def test_a_source_is_told_to_end_once_it_is_stored_where_its_calls_go_on(
     nats: Nats, bench: Bench, shut: Shut
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import draining, instances, migration, restore
+from sllm_runtime.control import draining, fits, instances, migration, restore
 from sllm_runtime.control.events import events
 from sllm_runtime.control.placement import Wait
 from sllm_runtime.control.reports import departed, suspect
@@ -27,7 +27,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.events import Event
-from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.limits import LOST_AFTER_S, OVERDUE_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord, RouteEntry
 from sllm_runtime.protocol.states import InstanceState, MigrationState
@@ -144,6 +144,14 @@ def test_the_destination_starts_then_the_calls_go_there_then_the_source_ends(to:
         migration.so_far(world.view, source)
 
 
+def test_it_goes_to_another_node_however_much_room_its_own_has() -> None:
+    world, source = running(FakeNode("n1", cpu=4.0, gpus=0), cpu=1.0, max_instances=2)
+    ask(world, source)
+    world.plan()
+    assert world.live(CHAT) == [source]
+    assert not world.view.migrations[source].destination
+
+
 def test_who_asks_again_joins() -> None:
     world, source, _ = begun()
     ask(world, source, "n2")
@@ -197,6 +205,32 @@ def test_an_idle_instance_is_taken() -> None:
     assert entries(world)[source].moves_to == idle
 
 
+def test_one_that_works_is_no_destination() -> None:
+    """Both would be short of room for their calls."""
+    world, source = running(max_instances=3, cpu=1.0)
+    busy = another(world, source)
+    works(world, busy, 1)
+    ask(world, source, "n2")
+    world.plan()
+    (destination,) = world.view.destinations
+    assert destination not in (source, busy)
+
+
+def test_an_idle_instance_is_taken_by_one_move_alone() -> None:
+    world, first = running(max_instances=4, cpu=1.0)
+    idle = another(world, first)
+    there, node = world.view.instances[first], world.nodes["n1"]
+    node.instances["twin"] = msgspec.structs.replace(node.instances[first], instance="twin")
+    twin = replace(there, record=msgspec.structs.replace(there.record, instance="twin"))
+    world.view = world.view.put_instance(twin)
+    for source in (first, "twin"):
+        ask(world, source, "n2")
+    world.plan()
+    found = [world.view.migrations[source].destination for source in (first, "twin")]
+    assert found[0] == idle
+    assert found[1] not in ("", idle)
+
+
 def test_a_destination_is_not_ended_for_being_idle() -> None:
     world, source, destination = begun(keep_alive=0)
     ready(world, destination)
@@ -219,6 +253,17 @@ def test_a_destination_does_not_make_room_for_another_function() -> None:
     assert world.view.instances[destination].ready
 
 
+def test_a_destination_does_not_go_where_there_are_more_than_there_may_be() -> None:
+    world, source = running(max_instances=1, cpu=1.0)
+    there, node = world.view.instances[source], world.nodes["n1"]
+    node.instances["twin"] = msgspec.structs.replace(node.instances[source], instance="twin")
+    world.view = world.view.put_instance(replace(there, record=msgspec.structs.replace(there.record, instance="twin")))
+    ask(world, source, "n2")
+    world.plan()
+    (destination,) = world.view.destinations
+    assert set(world.live(CHAT)) == {source, destination}
+
+
 @pytest.mark.parametrize("when", [MigrationState.PREPARING, MigrationState.MOVING])
 def test_a_destination_that_dies_leaves_the_calls_at_the_source(when: MigrationState) -> None:
     world, source, destination = begun()
@@ -235,6 +280,21 @@ def test_a_destination_that_dies_leaves_the_calls_at_the_source(when: MigrationS
     assert not world.view.instances[source].record.moves_to
     assert world.view.instances[source].ready is (when is MigrationState.PREPARING)
     assert not any(entry.moves_to for entry in entries(world).values())
+
+
+@pytest.mark.parametrize("when", [MigrationState.PREPARING, MigrationState.MOVING])
+def test_a_destination_that_is_to_end_takes_no_more_calls(when: MigrationState) -> None:
+    world, source, destination = begun()
+    if when is MigrationState.MOVING:
+        ready(world, destination)
+        world.plan()
+        world.hear_all()
+    world.view = instances.stop(world.view, world.view.instances[destination], "its node is drained", 60.0)
+    world.plan()
+    told = migration.outcome(world.view, source)
+    assert told is not None
+    assert (told.state, told.note) == (MigrationState.ABANDONED, f"instance {destination}: its node is drained")
+    assert not world.view.instances[source].record.moves_to
 
 
 @pytest.mark.parametrize("when", [MigrationState.PREPARING, MigrationState.MOVING])
@@ -493,6 +553,21 @@ def test_what_a_placement_wants_moved_is_moved() -> None:
     assert state(world, source) is MigrationState.DONE
 
 
+def test_a_place_is_promised_to_a_move_until_its_destination_has_it() -> None:
+    world, source = running(cpu=1.0)
+    move = Move(source, "n2", 1.0, ("other", 1), world.now)
+    for moves, cpu in (({}, 4.0), ({source: move}, 3.0)):
+        world.view = replace(world.view, moves=moves)
+        left = fits.free(world.view, world.view.nodes["n2"])
+        assert left is not None
+        assert left.cpu == cpu
+    world.plan()
+    assert world.view.destinations
+    left = fits.free(world.view, world.view.nodes["n2"])
+    assert left is not None
+    assert left.cpu == 3.0, "it takes it once"
+
+
 @pytest.mark.parametrize(
     ("context", "tokens"), [(2_345, 2_345.0), (0, 20.0 / TOKEN_S)], ids=["tokens are said", "a node of before"]
 )
@@ -632,7 +707,7 @@ def test_a_node_that_takes_no_starts_is_refused() -> None:
         ask(world, source, "n2")
 
 
-@pytest.mark.parametrize("why", ["cordoned", "left", "suspect"])
+@pytest.mark.parametrize("why", ["cordoned", "left", "suspect", "in doubt"])
 def test_an_idle_instance_on_a_node_that_is_to_be_left_is_not_taken(why: str) -> None:
     world, source = running(max_instances=2, cpu=3.0)
     idle = another(world, source)
@@ -640,6 +715,12 @@ def test_an_idle_instance_on_a_node_that_is_to_be_left_is_not_taken(why: str) ->
         world.view = draining.cordon(world.view, "n2", cordoned=True, drain=False)
     elif why == "left":
         world.view = departed(world.view, "n2")
+    elif why == "in doubt":  # by what a gateway says of another one there
+        there = world.view.instances[idle]
+        other = replace(there, record=msgspec.structs.replace(there.record, instance="other"))
+        world.view = suspect(world.view.put_instance(other), ("other",))
+        world.now += OVERDUE_S
+        world.hear("n1")
     else:
         world.view = suspect(world.view, (idle,))
     ask(world, source)

@@ -7,18 +7,19 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from sllm_runtime.control import instances, registry
+from sllm_runtime.control import instances, registry, warmup
 from sllm_runtime.control.autoscale import HANDOVER_S, keep_s
 from sllm_runtime.control.changes import writes
 from sllm_runtime.control.draining import cordon
+from sllm_runtime.control.fits import free
 from sllm_runtime.control.loop import refused
-from sllm_runtime.control.placement import Decision, Request, Wait, may_start
-from sllm_runtime.control.plan import TAKE_S, SendStart, SendStop
+from sllm_runtime.control.placement import Decision, Request, Wait, evictable, may_start
+from sllm_runtime.control.plan import REPEAT_DRAIN_S, REPEAT_S, TAKE_S, SendStart, SendStop
 from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling.learned import Recent
 from sllm_runtime.control.scheduling.policies import POLICIES, Random
-from sllm_runtime.control.view import Node, View
+from sllm_runtime.control.view import Failure, Node, View
 from sllm_runtime.protocol.errors import NoCapacity, ProtocolError
 from sllm_runtime.protocol.limits import LOST_AFTER_S, OVERDUE_S
 from sllm_runtime.protocol.node import NodeRecord
@@ -108,6 +109,21 @@ def test_a_crash_holds_back_the_restart_that_nobody_asked_for(world: World) -> N
     assert len(world.live(CHAT)) == 1
 
 
+@pytest.mark.parametrize("who", ["nobody", "caller", "warmup", "deployment"])
+def test_a_crash_holds_back_nobody_who_asks(world: World, who: str) -> None:
+    world.view = deployed(world.view, manifest("chat", min_instances=1))
+    crash = Failure(error=ERROR, attempts=5, at=world.now, until=world.now + 16.0, blocking=False)
+    world.view = world.view.put_failure(CHAT, crash)
+    if who == "caller":
+        world.wait_for(CHAT, 1)
+    elif who == "warmup":
+        world.view = warmup.asked(world.view, CHAT, 1, world.now + 60.0)
+    elif who == "deployment":
+        world.view = world.view.put_trial(CHAT, True)
+    world.plan()
+    assert bool(world.live(CHAT)) is (who != "nobody")
+
+
 def test_idle_past_keep_alive_is_stopped_and_not_before(world: World) -> None:
     world.view = deployed(world.view, manifest("chat", keep_alive=10))
     world.wait_for(CHAT, 1)
@@ -158,6 +174,35 @@ def test_where_no_start_was_expected_it_is_what_it_took(world: World, took_ms: f
     assert keep_s(told) == kept
 
 
+def test_one_that_is_idle_stays_while_somebody_waits_and_takes_the_call_that_is_on_its_way(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", keep_alive=2))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.finish(name, InstanceState.READY)
+    world.turn(5.0)
+    assert world.live(CHAT) == [name]
+    world.wait_for(CHAT, 0)
+    (stop,) = world.plan()
+    assert isinstance(stop, SendStop)
+    assert (stop.instance, stop.grace_s) == (name, 300.0)
+
+
+def test_without_a_keep_alive_it_is_there_for_the_call_that_it_was_started_for(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", keep_alive=0))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.finish(name, InstanceState.READY)
+    world.wait_for(CHAT, 0)
+    world.turn(HANDOVER_S - 0.5)
+    assert world.live(CHAT) == [name]
+    world.turn(0.5)
+    assert world.live(CHAT) == []
+
+
 def test_the_minimum_stays_however_idle(world: World) -> None:
     world.view = deployed(world.view, manifest("chat", keep_alive=2, min_instances=1, max_instances=2))
     world.wait_for(CHAT, 2)
@@ -170,6 +215,20 @@ def test_the_minimum_stays_however_idle(world: World) -> None:
     world.turn(10.0)
     assert len(world.live(CHAT)) == 1
     assert len(world.started) == 2, "it is the one that was there, not a new one"
+
+
+@pytest.mark.parametrize(("least", "waiting", "may"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_what_is_idle_and_wanted_makes_no_room(world: World, least: int, waiting: int, may: bool) -> None:
+    world.view = deployed(world.view, manifest("chat", keep_alive=60, min_instances=least))
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear_all()
+    (name,) = world.live(CHAT)
+    world.finish(name, InstanceState.READY)
+    world.turn(5.0)
+    world.wait_for(CHAT, waiting)
+    other = Request(("other", 1), manifest("other"))
+    assert evictable(other, world.view, world.view.instances[name], world.now) is may
 
 
 def test_a_retired_version_keeps_no_minimum(world: World) -> None:
@@ -229,6 +288,43 @@ def test_a_refusal_is_no_failure_and_another_node_is_asked(world: World) -> None
     (again,) = world.plan()
     assert world.view.instances[again.instance].record.node != node
     assert world.view.failures == {}
+
+
+def test_what_its_node_never_began_has_ended_once_the_node_has_heard_that_it_is_to(world: World) -> None:
+    """No report will ever say so."""
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    world.plan(deliver=False)
+    (name,) = world.live(CHAT)
+    world.wait_for(CHAT, 0)
+    world.view = instances.stop(world.view, world.view.instances[name], "the function is deleted", 0.0)
+    (stop,) = world.plan(deliver=False)
+    world.view = refused(world.view, stop, ProtocolError("not now"), world.now)
+    assert not world.view.instances[name].ended, "it may have begun"
+    world.deliver(stop)
+    assert world.view.instances[name].ended
+    assert not world.view.failures
+
+
+def test_what_its_node_has_shown_is_there_whatever_it_answers_to_its_start(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(CHAT, 1)
+    (start,) = world.plan()
+    world.hear_all()
+    assert refused(world.view, start, NoCapacity("it is full"), world.now) is world.view
+
+
+def test_what_its_node_has_not_shown_yet_gives_nothing_back(world: World) -> None:
+    world.view = deployed(world.view, manifest("chat", cpu=1.0))
+    world.wait_for(CHAT, 1)
+    world.plan(deliver=False)
+    (name,) = world.live(CHAT)
+    instance = world.view.instances[name]
+    node = world.view.nodes[instance.record.node]
+    for leaving, cpu in (((), 3.0), ((instance,), 4.0)):
+        left = free(world.view, node, leaving)
+        assert left is not None
+        assert left.cpu == cpu
 
 
 def test_another_error_of_the_node_is_a_failed_start(world: World) -> None:
@@ -371,6 +467,34 @@ def test_one_that_has_no_room_in_its_version_ends_after_its_calls() -> None:
     assert world.live(CHAT) == [other]
 
 
+def test_one_that_still_starts_and_has_no_room_in_its_version_ends_at_once() -> None:
+    """Nobody was ever sent there."""
+    world = World(FakeNode("n1", 4, 0), FakeNode("n2", 4, 0))
+    name = _ready_and_forgotten(world, max_instances=1)
+    world.nodes["n1"].set(name, InstanceState.STARTING, running=0)
+    world.hear("n2")
+    world.wait_for(CHAT, 1)
+    world.plan()
+    world.hear("n1")
+    stops = [action for action in world.plan() if isinstance(action, SendStop)]
+    assert [(stop.instance, stop.grace_s) for stop in stops] == [(name, 0.0)]
+
+
+def test_an_end_is_told_again_soon_until_its_node_has_taken_it_and_then_now_and_then(world: World) -> None:
+    name = _ready(world)
+    world.wait_for(CHAT, 0)
+    node = world.nodes[world.view.instances[name].record.node]
+    node.set(name, InstanceState.READY, running=1)
+    world.hear(node.name)
+    world.view = instances.stop(world.view, world.view.instances[name], "its node is drained", 60.0)
+    assert len(world.plan(deliver=False)) == 1
+    node.set(name, InstanceState.DRAINING)  # the command has come, its answer has not
+    for passed, told in ((REPEAT_S - 0.1, 0), (0.1, 1), (REPEAT_S, 0), (REPEAT_DRAIN_S - REPEAT_S, 1)):
+        world.now += passed
+        world.hear_all()
+        assert len(world.plan()) == told
+
+
 def test_one_that_comes_back_from_a_silence_ends_after_its_calls() -> None:
     """It was told to be lost: it is not called any more, and what still runs there has its time."""
     world = World(FakeNode("n1", 4, 0))
@@ -383,6 +507,14 @@ def test_one_that_comes_back_from_a_silence_ends_after_its_calls() -> None:
     stops = [action for action in world.plan() if isinstance(action, SendStop)]
     assert [(stop.instance, stop.grace_s, stop.resume) for stop in stops] == [(name, 300.0, True)]
     assert world.live(CHAT) == []
+
+
+def test_what_is_on_a_node_that_no_record_names_is_lost(world: World) -> None:
+    """Nobody would ever miss its reports."""
+    name = _ready(world)
+    world.view = world.view.drop_nodes([world.view.instances[name].record.node])
+    world.plan()
+    assert world.view.instances[name].state is InstanceState.LOST
 
 
 def test_a_node_that_was_silent_is_not_taken_to_live_since_we_may_have_missed_something(world: World) -> None:

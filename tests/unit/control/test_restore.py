@@ -4,20 +4,23 @@ import asyncio
 import threading
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from sllm_runtime.control import changes, draining, restore
+from sllm_runtime.control import changes, draining, registry, restore
 from sllm_runtime.control.changes import Write
 from sllm_runtime.control.placement import may_start
+from sllm_runtime.control.plan import SendStart
 from sllm_runtime.control.reports import observe
+from sllm_runtime.control.view import Instance, View
 from sllm_runtime.platform.state import Records, StateStore
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.node import NodeRecord
-from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, LearnedRecord, PoolRecord, Popularity
+from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.waiting import GIVE_UP_S
-from tests.unit.control.world import FakeNode
+from tests.unit.control.world import FakeNode, World, deployed, manifest, version
 
 CHAT = FunctionRecord(function="chat", active=None, last_version=0)
 
@@ -83,8 +86,80 @@ async def test_an_instance_whose_record_cannot_be_read_leaves_the_store() -> Non
     assert restore.unreferenced(stored, view) == [Write("instances.i", None), Write("instances.j", None)]
 
 
+async def test_what_cannot_be_read_of_a_version_that_is_gone_leaves_the_store() -> None:
+    """Of one that there is it is written anew: its callers are not to lose their route meanwhile."""
+    chat = version(manifest("chat"), 1)
+    function = FunctionRecord(function="chat", active=1, last_version=1)
+    found = {"functions.chat": codec.to_json(function), "versions.chat.1": codec.to_json(chat)}
+    found |= {f"{kind}.{name}.1": b"{}" for kind in ("routes", "proofs") for name in ("chat", "gone")}
+    stored = await restore.read(cast(StateStore, Held(found)))
+    view = restore.repaired(restore.as_stored(stored, 0.0))
+    assert restore.unreferenced(stored, view) == [Write("proofs.gone.1", None), Write("routes.gone.1", None)]
+
+
 @pytest.mark.parametrize("key", ["functions.chat", "versions.chat.1", "models.m"])
 async def test_what_people_have_made_is_not_left_out(key: str) -> None:
     """What is not there would be removed for good."""
     with pytest.raises(ProtocolError, match=key):
         await restore.read(cast(StateStore, Held({key: b"{}"})))
+
+
+def followed(world: World) -> None:
+    """``world`` under the next controller: it knows what is stored, and has heard no node yet."""
+    before = world.view
+    stored = restore.Stored(
+        functions=dict(before.functions),
+        versions={f"{name}.{number}": record for (name, number), record in before.versions.items()},
+        models=dict(before.models),
+        nodes={name: node.record for name, node in before.nodes.items()},
+        instances={name: instance.record for name, instance in before.instances.items()},
+        routes={},
+        learned=LearnedRecord(),
+        proofs={},
+        popularity=Popularity(),
+        pool=PoolRecord(),
+    )
+    world.view = restore.repaired(restore.as_stored(stored, world.now))
+
+
+def test_what_a_leader_before_has_begun_is_not_begun_again_by_the_next_one() -> None:
+    """On which devices is in no record. Its node says whether it has it: where it does not, another one is started."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=1))
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat", gpu="L4"))
+    world.wait_for(("chat", 1), 1)
+    world.plan(deliver=False)
+    (lost,) = world.live(("chat", 1))
+    followed(world)
+    world.wait_for(("chat", 1), 1)
+    assert world.plan() == ()
+    assert world.live(("chat", 1)) == [lost]
+    world.hear_all()
+    (start,) = world.plan()
+    assert isinstance(start, SendStart)
+    assert world.live(("chat", 1)) == [start.instance] != [lost]
+
+
+def test_the_record_of_a_function_says_which_of_its_versions_is_active() -> None:
+    """An activation is several records: a leader that dies between two of them leaves what only some of them say."""
+    before = registry.create(deployed(View(), manifest("chat")), version(manifest("chat"), 2), None)
+    function = before.functions["chat"]
+    half = before.put_function(msgspec.structs.replace(function, active=2, last_version=2))
+    assert _states(restore.repaired(half)) == {1: VersionState.RETIRED, 2: VersionState.ACTIVE}
+    whole = registry.activate(before, ("chat", 2))
+    back = whole.put_function(msgspec.structs.replace(whole.functions["chat"], active=1))
+    assert _states(restore.repaired(back)) == {1: VersionState.ACTIVE, 2: VersionState.RETIRED}
+
+
+def test_of_a_deployment_that_was_broken_off_nothing_is_taken_over() -> None:
+    """Its trial is a stray of its node then."""
+    before = registry.create(deployed(View(), manifest("chat")), version(manifest("chat"), 2), None)
+    there = InstanceRecord(instance="i", function="chat", version=2, node="n1", state=InstanceState.READY)
+    trial = Instance(record=there, manifest=manifest("chat"), placed=0.0)
+    found = restore.repaired(before.put_instance(trial))
+    assert _states(found) == {1: VersionState.ACTIVE}
+    assert not found.instances
+
+
+def _states(view: View) -> dict[int, VersionState]:
+    return {record.version: record.state for record in view.versions.values()}

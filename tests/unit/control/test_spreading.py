@@ -5,21 +5,25 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.control import popularity, replicas, spreading
+from sllm_runtime.control import draining, popularity, replicas, spreading
 from sllm_runtime.control.replicas import AT_ONCE, AT_ONCE_THERE, Disk, Wish, next_pulls
+from sllm_runtime.control.reports import observe
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.node import Storage
-from sllm_runtime.protocol.records import Popularity
+from sllm_runtime.protocol.records import ModelRecord, Popularity
 from sllm_runtime.protocol.subjects import POPULARITY_KEY
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, controller_of, manifest
 from tests.unit.control.scripted_node import ScriptedNode, digest_of
+from tests.unit.control.world import FakeNode, World
 
 MIB = 2**20
 SOURCE = "s3://bucket/m"
@@ -131,6 +135,24 @@ async def test_what_a_node_has_for_good_is_not_placed(bench: Bench) -> None:
     told: ctl.Placements = await bench.gateway.ask("placement", ctl.Placement(redo=True))
     assert placed(told) == []
     assert bench.node.pulls == []
+
+
+def test_which_nodes_take_models_and_what_lies_there() -> None:
+    world = World(*(FakeNode(name, cpu=1.0, gpus=0) for name in ("cordoned", "drained", "full", "silent", "stopped")))
+    told = {name: node.report() for name, node in world.nodes.items()}
+    told["full"] = msgspec.structs.replace(
+        told["full"], models=("owned", "part", "source", "whole"), remote=("source",), copied={"part": 9, "whole": 10}
+    )
+    told["stopped"] = msgspec.structs.replace(told["stopped"], draining=True)
+    for name, status in told.items():
+        heard = msgspec.structs.replace(status, storage=Storage(ssd_limit=100))
+        world.view = observe(world.view, heard, world.now - (2 * LOST_AFTER_S if name == "silent" else 0.0), 0.0)
+    for digest in ("owned", "part", "source", "whole"):
+        world.view = world.view.put_model(ModelRecord(digest=digest, uri="s3://b", nbytes=10, partitions=(10,)))
+    world.view = draining.cordon(world.view, "cordoned", cordoned=True, drain=False)
+    world.view = draining.cordon(world.view, "drained", cordoned=False, drain=True)
+    there = spreading.disks(world.view, world.now)
+    assert there == [Disk("full", 100, holds=frozenset({"whole"}), owns=frozenset({"owned"}))]
 
 
 async def test_one_that_fails_is_tried_again_the_next_time(bench: Bench) -> None:

@@ -4,6 +4,8 @@ anything is."""
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -196,6 +198,130 @@ async def test_where_nothing_can_be_written_reading_is_proof(nats: Nats, monkeyp
     with contextlib.suppress(asyncio.CancelledError):
         await running
     await leadership.release()
+
+
+class Renewals:
+    """In place of the pauses of a leadership: how many there were; the next renewal is made when it is ``let``."""
+
+    def __init__(self) -> None:
+        self.pauses = 0
+        self._let = asyncio.Semaphore(0)
+
+    async def pause(self, _seconds: float) -> None:
+        self.pauses += 1
+        await self._let.acquire()
+
+    def let(self) -> None:
+        self._let.release()
+
+
+@contextlib.asynccontextmanager
+async def renewing(leadership: Leadership) -> AsyncIterator[None]:
+    running = asyncio.create_task(leadership.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await leadership.release()
+
+
+async def test_a_proof_is_as_old_as_its_question(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may have been elected while the answer was on its way."""
+    store, time, renewals = await nats.store(CONTROLLER), Time(), Renewals()
+    await store.elect(CONTROLLER)
+    put = store.put_once
+
+    async def slow(key: str, record: Lease) -> None:
+        await put(key, record)
+        time.now += SURE_S
+
+    monkeypatch.setattr(store, "put_once", slow)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock, pause=renewals.pause)
+    async with renewing(leadership):
+        await until(lambda: renewals.pauses, what="it is renewed")
+        assert not leadership.sure
+
+
+async def test_where_nothing_can_be_read_either_nothing_is_proved(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, time, renewals = await nats.store(CONTROLLER), Time(), Renewals()
+    await store.elect(CONTROLLER)
+
+    async def away(*_: object, **__: object) -> None:
+        raise Unavailable("nobody answers")
+
+    monkeypatch.setattr(store, "_publish", away)
+    monkeypatch.setattr(store, "_read", away)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock, pause=renewals.pause)
+    time.now += SURE_S
+    async with renewing(leadership):
+        for tries in (1, 2):
+            await until(lambda tries=tries: renewals.pauses == tries, what="it was tried")  # type: ignore[misc]
+            assert not leadership.sure
+            renewals.let()
+
+
+async def test_who_is_deposed_while_it_takes_over_does_not_lead(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, renewals = await nats.store(CONTROLLER), Renewals()
+    await store.elect(CONTROLLER)
+    put, tried = store.put_once, list[str]()
+
+    async def counted(key: str, record: Lease) -> None:
+        try:
+            await put(key, record)
+        finally:
+            tried.append(key)
+
+    monkeypatch.setattr(store, "put_once", counted)
+    leadership = Leadership(store, store._bus, CONTROLLER, pause=renewals.pause)
+
+    async def take_over() -> None:
+        async with leadership.taking_over():
+            await until(lambda: renewals.pauses, what="it is renewed")
+            await (await nats.store(CONTROLLER_2)).elect(CONTROLLER_2)
+            renewals.let()
+            await until(lambda: len(tried) == 2, what="it is not renewed any more")
+
+    with pytest.raises(StaleTerm, match="term 2 leads"):
+        await take_over()
+    await leadership.release()
+
+
+async def test_after_a_reconnect_it_is_looked_at_once_who_leads(nats: Nats) -> None:
+    """Not when what was in flight has timed out."""
+    store, time = await nats.store(CONTROLLER), Time()
+    await store.elect(CONTROLLER)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock)
+    time.now += SURE_S
+    assert not leadership.sure
+    await nats.kill()
+    await nats.start()
+    await until(lambda: leadership.sure, what="it has looked")
+    await leadership.release()
+
+
+async def test_what_is_released_is_vacant_at_once(nats: Nats) -> None:
+    leader, standby, time = await nats.store(CONTROLLER), await nats.store(CONTROLLER_2), Time()
+    await leader.elect(CONTROLLER)
+    await Leadership(leader, leader._bus, CONTROLLER).release()
+    assert await stand_by(standby, CONTROLLER_2, lambda: None, clock=time.clock, pause=time.pause) == 2
+    assert time.now == 0.0
+
+
+async def test_a_store_that_is_away_is_no_silent_leader(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a standby could look before: of what was not seen nothing counts."""
+    leader, standby, time = await nats.store(CONTROLLER), await nats.store(CONTROLLER_2), Time()
+    await leader.elect(CONTROLLER)
+    get, away = standby.get, SILENT_S - 0.2
+
+    async def now_and_then(*asked: Any, **how: Any) -> Any:
+        if away <= time.now < away + 0.1:
+            raise Unavailable("nobody answers")
+        return await get(*asked, **how)
+
+    monkeypatch.setattr(standby, "get", now_and_then)
+    assert await stand_by(standby, CONTROLLER_2, lambda: None, clock=time.clock, pause=time.pause) == 2
+    assert time.now > away + SILENT_S
 
 
 async def test_who_ends_in_order_is_followed_at_once(nats: Nats) -> None:

@@ -310,3 +310,17 @@ async def test_a_wrong_setting_is_named_at_once(env: dict[str, str], says: str) 
 def test_the_error_of_every_code_has_the_same_shape() -> None:
     view = error_view(InstanceLost("gone").body(), "call-1")
     assert view == {"error": {"code": "instance_lost", "message": "gone", "retryable": True, "call_id": "call-1"}}
+
+
+async def test_one_of_which_its_caller_has_read_something_does_not_begin_again(nats: Nats) -> None:
+    async with world(nats) as w:
+
+        async def dies(run: Run) -> None:
+            run.out(len(w.node.opened))
+            await until(lambda: run.outbox.acked)
+            run.end(InstanceLost("i1 died"))
+
+        await w.deploy(manifest("dies", retries=1), entry(), entry("i2"), script=dies)
+        response = await w.http.post("/fn/dies", json={}, headers=SSE)
+        assert "instance_lost" in response.text
+        assert len(w.node.opened) == 1

@@ -582,6 +582,12 @@ async def test_a_call_that_may_have_been_written_and_was_refused_has_ended(
         assert found["error"]["code"] == "unavailable"
         assert not w.node.opened
 
+        async def runs() -> bool:
+            return (await w.http.post("/fn/count", json={"n": 3}, headers=headers)).is_success and bool(w.node.opened)
+
+        await until(runs, what="its key is free again")
+        assert w.node.opened[0].head.call != lost[0]
+
 
 async def test_an_order_that_comes_a_second_time_is_the_same_one(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that stood still hands it on when its writer has long asked again."""

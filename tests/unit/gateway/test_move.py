@@ -30,8 +30,8 @@ from sllm_gateway.timers import TICK_S
 from sllm_gateway.under_way import Next, going, together
 from sllm_runtime.platform import trace
 from sllm_runtime.protocol import codec, limits, subjects
-from sllm_runtime.protocol.errors import Cancelled, InstanceLost, NotDeterministic
-from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened
+from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, InstanceLost, NotDeterministic
+from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened, Unknown
 from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
@@ -478,6 +478,49 @@ def test_one_that_draws_along_may_be_ahead() -> None:
     assert pair.move.over
 
 
+def test_what_its_source_gave_meanwhile_is_not_given_again() -> None:
+    """It was ahead. What is left out takes none of its window."""
+    pair = Pair(rests=False)
+    pair.say(5)
+    pair.draw()
+    pair.move.hand(NOW)
+    new, dropped = pair.move.switch(NOW)
+    (output,) = [frame for frame in frames_of(SINGLE, delivered=4, upto=5) if frame.kind is FrameKind.OUTPUT]
+    assert (given_out(new), dropped) == (b"", output.cost)
+
+
+def test_what_is_here_of_its_next_output_is_given_at_the_switch() -> None:
+    pair = Pair(rests=False)
+    pair.say(4)
+    assert pair.move.take([Frame(0, FrameKind.OUTPUT, b"4", True)], NOW) == ([], 0)
+    pair.move.hand(NOW)
+    assert pair.move.switch(NOW) == ([Frame(0, FrameKind.OUTPUT, b"4", True)], 0)
+
+
+def test_what_it_says_that_its_source_has_said_takes_none_of_its_window() -> None:
+    pair = Pair()
+    pair.draw()
+    again = frames_of(SINGLE, delivered=4, upto=5)
+    assert {frame.kind for frame in again} == {FrameKind.IDS, FrameKind.OUTPUT}
+    assert pair.move.take(again, NOW) == ([], sum(frame.cost for frame in again))
+
+
+def test_one_that_dies_before_it_draws_ends_as_any_other() -> None:
+    """Nothing has come of it, and its source is left: its end is the call's, which is resumed."""
+    pair = Pair()
+    pair.keep_up()
+    pair.move.hand(NOW)
+    pair.rest()
+    pair.go_over()
+    assert not pair.move.over
+    died = Frame(0, FrameKind.END, codec.pack(End(error=InstanceLost("it died").body())))
+    assert pair.move.take([died], NOW) == ([died], 0)
+
+
+def test_one_that_is_opened_with_nothing_has_yet_to_prefill() -> None:
+    assert move_of(Resumption()).filling
+
+
 def test_a_token_that_both_draw_is_compared() -> None:
     pair = drawing()
     pair.draw()
@@ -626,6 +669,29 @@ def test_those_that_rest_do_not_wait_for_one_that_draws_along() -> None:
     for pair in pairs:
         pair.draw()
     assert both(pairs) == (Next.HAND, [0])
+
+
+def test_those_that_rest_go_over_without_one_that_draws_along() -> None:
+    pairs = [Pair(), Pair(rests=False)]
+    for pair in pairs:
+        pair.say(4)
+    pairs[1].draw()
+    for pair in pairs:
+        pair.move.hand(NOW)
+    pairs[0].rest()
+    assert going([pair.move for pair in pairs], NOW) == [pairs[0].move]
+
+
+def test_one_keeps_up_in_rounds_that_follow_each_other() -> None:
+    pair = Pair()
+    pair.say(4)
+    for missing in (1, NEAR + 1, *[1] * IN_STEP):
+        pair.draw(missing)
+        assert pair.next() is Next.FEED
+        pair.move.feed(NOW)
+        pair.say(pair.drawn)
+    pair.draw()
+    assert pair.next() is Next.HAND
 
 
 def test_one_that_draws_goes_over_when_it_is_near_or_after_a_while() -> None:
@@ -1147,10 +1213,13 @@ async def test_one_that_draws_beside_its_source_goes_over_when_it_is_ahead_in_a_
 async def test_a_source_that_is_not_overtaken_stops(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempo, "OVERTAKES", 2)
     async with scene(nats, quiet_s=NEVER, stop_s=NEVER, quick=BESIDE) as s, s.reading() as call:
-        first, _ = await s.to_one_that_draws_beside()
+        first, second = await s.to_one_that_draws_beside()
         s.last = s.pace["i1"] = 14 + IN_STEP
         await until(lambda: first.held)
         assert not first.cancelled.is_set()
+        s.pace["i1"] += 1
+        await until(first.cancelled.is_set)
+        await until(lambda: fed(second) == s.pace["i1"], what="it computes in one step what it lacks")
         s.pace["i2"] = TOTAL
         assert values((await call).text) == list(range(TOTAL))
         assert await s.moved() == 1
@@ -1362,6 +1431,53 @@ async def test_the_destination_does_not_take_it_at_once(nats: Nats, answer: Any)
         assert await s.moved() == 1
 
 
+async def test_one_whose_answer_is_lost_draws_along(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the call, as its frames say; whether it rests is not known."""
+    ask = Link.open
+
+    async def lost(self: Link, node: str, request: Open) -> Opened:
+        opened = await ask(self, node, request)
+        if request.head.instance == "i2":
+            await until(lambda: s.acked("i2"))
+            raise DeadlineExceeded("no answer")
+        return opened
+
+    monkeypatch.setattr(Link, "open", lost)
+    async with scene(nats) as s, s.reading() as call, asyncio.timeout(GIVE_UP_S):
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 1
+
+
+async def test_a_call_that_its_source_has_not_taken_yet_is_not_moved(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be refused there, and go back to the queue."""
+    ask, answers = Link.open, asyncio.Event()
+
+    async def late(self: Link, node: str, request: Open) -> Opened:
+        opened = await ask(self, node, request)
+        if request.head.instance == "i1":
+            await answers.wait()
+        return opened
+
+    monkeypatch.setattr(Link, "open", late)
+    monkeypatch.setattr(moves, "FIRST_S", 0.0)
+    async with scene(nats) as s:
+        await s.deploy()
+        s.w.node.mute = lambda _: not answers.is_set()
+        call = asyncio.create_task(s.w.http.post("/fn/draw", json={}))
+        await until(lambda: s.runs("i1"))
+        await s.deploy(moves=True)
+        await until(lambda: s.w.gateway.calls._moves._leaving)
+        await asyncio.sleep(4 * TICK_S)
+        assert not s.runs("i2")
+        answers.set()
+        s.pace["i1"] = s.pace["i2"] = TOTAL
+        assert (await call).json() == list(range(TOTAL))
+
+
 async def test_who_waits_does_not_get_the_slot_of_a_call_that_is_to_move(nats: Nats) -> None:
     async with scene(nats, concurrency=1) as s, s.reading() as call:
         waits = asyncio.create_task(s.w.http.post("/fn/draw", json={}))
@@ -1492,6 +1608,146 @@ async def test_a_destination_that_draws_other_ids_is_not_used(nats: Nats) -> Non
         assert values((await call).text) == list(range(TOTAL))
         assert len(s.runs("i2")) == 1
         assert await s.moved() == 0
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_call_stays_for_good_only_where_its_destination_says_something_else(nats: Nats, dies: bool) -> None:
+    """One whose destination died goes to the next one."""
+    async with scene(nats) as s, s.reading() as call:
+        moving = s.moving()
+        s.drawn = lambda run, number: number * 7 + (run.head.instance == "i2" and not dies)
+        if dies:
+            s.dies_at["i2"] = 3
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2") and moving.move is None)
+        assert moving.stays is not dies
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+async def test_what_is_left_out_of_what_its_destination_says_takes_no_credit(nats: Nats, ahead: int) -> None:
+    """Ids that it was told, and outputs that it gave out before its source did."""
+    async with scene(nats, quiet_s=NEVER if ahead else 0.1) as s, s.reading() as call:
+        moving = s.moving()
+        s.w.node.judge = lambda _: Opened(status="accepted")
+        s.pace["i2"] = 10 + ahead
+        await s.deploy(moves=True)
+        await until(lambda: s.acked("i2") >= 10 + 2 * ahead if s.runs("i2") else False)
+        s.pace["i1"] += ahead
+        await until(s.runs("i1")[0].cancelled.is_set)
+        s.pace["i2"] = TOTAL - 1
+        await until(lambda: s.acked("i2") == 10 + 2 * (TOTAL - 1 - 10) and not moving.buffered)
+        assert moving.binding is not None
+        inbox = moving.binding.inbox
+        assert inbox.consumed_bytes == inbox.received_bytes
+        s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+
+
+async def test_the_slot_that_it_leaves_is_free(nats: Nats) -> None:
+    async with scene(nats, concurrency=1) as s, s.reading() as call, asyncio.timeout(GIVE_UP_S):
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        assert values((await call).text) == list(range(TOTAL))
+        await s.deploy()
+        s.pace["i1"] = TOTAL
+        assert (await s.w.http.post("/fn/draw", json={})).json() == list(range(TOTAL))
+        assert len(s.runs("i1")) == 2
+
+
+async def test_the_source_dies_before_its_destination_has_taken_the_call(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is resumed as after any other death: that one may refuse it."""
+    ask, answers = Link.open, asyncio.Event()
+
+    async def late(self: Link, node: str, request: Open) -> Opened:
+        if request.head.epoch == 2:
+            await answers.wait()
+            return Opened(status="busy")
+        return await ask(self, node, request)
+
+    monkeypatch.setattr(Link, "open", late)
+    async with scene(nats) as s, s.reading() as call, asyncio.timeout(GIVE_UP_S):
+        moving = s.moving()
+        s.pace["i2"] = TOTAL
+        await s.deploy(moves=True)
+        await until(lambda: moving.move is not None)
+        s.dies_at["i1"], s.pace["i1"] = 12, 13
+        await until(lambda: s.runs("i1")[0].outbox.done)
+        await until(lambda: moving.move is None)
+        answers.set()
+        assert values((await call).text) == list(range(TOTAL))
+        assert [run.head.epoch > 2 for run in s.runs("i2")] == [True]
+
+
+async def test_the_source_dies_in_an_output_that_its_caller_reads(nats: Nats) -> None:
+    """No instance can take back the half of it."""
+    async with scene(nats) as s, s.reading() as call:
+        s.held = asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: (move := s.moving().move) is not None and move.binding.accepted)
+        moving, (first,) = s.moving(), s.runs("i1")
+        first.outbox.push(FrameKind.OUTPUT, b"[1,", more=True)
+        first.node.flush(first)
+        await until(lambda: moving.resumption is not None and moving.resumption.half and not moving.frames)
+        first.end(InstanceLost("i1 died"))
+        await until(s.runs("i2")[0].cancelled.is_set)
+        assert '"code":"instance_lost"' in (await call).text
+
+
+@pytest.mark.parametrize("again_s", [0.0, NEVER])
+async def test_a_destination_that_lost_the_call_is_asked_again_after_a_while(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, again_s: float
+) -> None:
+    monkeypatch.setattr(moves, "AGAIN_S", again_s)
+    async with scene(nats) as s, s.reading() as call:
+        moving, s.held = s.moving(), asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: moving.move is not None and moving.move.binding.accepted)
+        s.w.node.send(Unknown(moving.id, 2))
+        await until(s.runs("i2")[0].cancelled.is_set)
+        if again_s:
+            await asyncio.sleep(4 * TICK_S)
+            assert len(s.runs("i2")) == 1
+        else:
+            await until(lambda: len(s.runs("i2")) == 2)
+        s.held.set()
+        s.pace["i1"] = s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+
+
+async def test_a_destination_is_not_silent_while_nobody_can_be_heard(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        moving, s.held = s.moving(), asyncio.Event()
+        await s.deploy(moves=True)
+        await until(lambda: moving.move is not None and moving.move.binding.accepted)
+        with monkeypatch.context() as away:
+            away.setattr(Link, "connected", property(lambda _: False))
+            away.setattr(limits, "LOST_AFTER_S", 0.0)
+            await asyncio.sleep(4 * TICK_S)
+            assert moving.move is not None
+        s.held.set()
+        s.pace["i1"] = s.pace["i2"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+
+
+async def test_no_more_calls_are_opened_at_a_destination_than_it_has_slots(nats: Nats) -> None:
+    async with scene(nats) as s, s.reading() as call:
+        other = asyncio.create_task(s.w.http.post("/fn/draw", json={}, headers=SSE))
+        await until(lambda: [run.outbox.acked for run in s.runs("i1")] == [20] * 2)
+        s.held = asyncio.Event()
+        source, more = entry("i1", fingerprint="f", moves_to="i2"), entry("i2", fingerprint="f", concurrency=1)
+        await s.w.deploy(engine("draw"), source, more, script=s.draw)
+        await until(lambda: s.runs("i2"))
+        await asyncio.sleep(4 * TICK_S)
+        assert len(s.runs("i2")) == 1
+        s.held.set()
+        s.pace["i1"] = s.pace["i2"] = TOTAL
+        assert [values((await each).text) for each in (call, other)] == [list(range(TOTAL))] * 2
 
 
 async def ahead_with_another_output(s: Scene) -> tuple[Run, Run]:

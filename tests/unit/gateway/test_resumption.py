@@ -16,7 +16,7 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Frame, FrameKind, Ids
-from sllm_runtime.protocol.limits import ID_END, KIB, MAX_MESSAGE, MAX_PART, MOST_IDS
+from sllm_runtime.protocol.limits import ID_END, KIB, MAX_MESSAGE, MAX_PART, MOST_GENERATIONS, MOST_IDS
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Progress
 from tests.fixtures.nats import Nats
@@ -86,6 +86,12 @@ def test_ids_are_kept_by_generation_up_to_the_first_gap() -> None:
     state = Resumption()
     state.take([ids(0, 0, 1, 2), ids(2, 0, 9), ids(0, 2, 3), ids(0, 7, 8)])
     assert state.recorded == ((1, 2, 3), (), (9,))
+
+
+def test_generations_are_bounded() -> None:
+    state = Resumption()
+    state.take([ids(MOST_GENERATIONS - 1, 0, 1), ids(MOST_GENERATIONS, 0, 1)])
+    assert len(state.recorded) == MOST_GENERATIONS
 
 
 def test_ids_are_bounded() -> None:

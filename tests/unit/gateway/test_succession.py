@@ -36,8 +36,8 @@ from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder, Journaled
-from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Cancelled, Draining, Unavailable
+from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder, CancelAsked, Journaled
+from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Cancelled, Draining, InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE, MIB
 from sllm_runtime.protocol.lives import (
@@ -52,6 +52,7 @@ from sllm_runtime.protocol.lives import (
     More,
     Whole,
 )
+from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entries, life_beat
@@ -221,6 +222,26 @@ def test_an_instance_that_is_asked_counts_as_if_it_had_it() -> None:
     assert streams(gateway.logs)[0].numerics == ""
 
 
+def test_what_it_had_before_counts_beside_the_instance_that_is_asked() -> None:
+    """Its class is that of the ids that are known; one part that is not exact makes all of it so."""
+    gateway = Gateway()
+    gateway.do("begin", 0, 1)
+    call = gateway.calls[0]
+    call.numerics = "f"
+    call.binding = Binding(call.id, 2, entry("i2", fingerprint="g", exact=False), b"", MIB, 0.0)
+    gateway.do("write", 0, 1)
+    (whole,) = streams(gateway.logs)
+    assert (whole.numerics, whole.exact) == ("f", False)
+
+
+def test_that_it_is_drawn_anew_is_written() -> None:
+    gateway = Gateway()
+    for what in ("begin", "write", "ids", "write", "again", "ids", "write", "ids", "write"):
+        gateway.do(what, 0, 1)
+    entries = [entry for log in gateway.logs for entry in log.entries]
+    assert [entry.drawing for entry in entries if not isinstance(entry, Gone)] == [0, 0, 1, 1]
+
+
 def test_one_whose_caller_has_all_of_it_is_left_to_nobody() -> None:
     gateway = Gateway()
     for number in range(2):
@@ -252,6 +273,10 @@ def test_only_what_is_new_is_written() -> None:
         gateway.do(what, 0, 2)
     assert [type(entry) for log in gateway.logs for entry in log.entries] == [Whole, More, Gone]
     assert [len(log.entries) for log in gateway.logs] == [1, 1, 1]
+    moved = Gateway()
+    for what in ("begin", "write", "moves", "write", "write"):
+        moved.do(what, 0, 2)
+    assert [type(entry) for log in moved.logs for entry in log.entries] == [Whole, More]
 
 
 def test_a_beginning_is_written_without_a_look_at_the_others() -> None:
@@ -536,6 +561,34 @@ async def test_one_of_many_declares_it_over(nats: Nats) -> None:
     assert await w.b.settle(claim) is None
 
 
+async def test_what_is_not_stored_for_a_beat_of_which_no_word_came_is_stored_then(nats: Nats) -> None:
+    w = await two(nats)
+    await w.a.beat()
+    await w.a._stored.write(life_beat(w.a.me.life), w.a.me)
+    with pytest.raises(Lost):
+        await written(w.a, a_log("call-1"))
+    assert await w.b.log_of(w.a.me.life) == {}
+    await w.a.store()
+    assert await w.b.log_of(w.a.me.life) == {0: a_log("call-1")}
+
+
+async def test_one_of_many_has_a_life_whose_record_is_gone(nats: Nats) -> None:
+    w = await two(nats)
+    others = [w.a, *(Lives(w.b._bus, w.b._stored, f"g{n}", repeating(bytes([n])), time.monotonic) for n in range(5))]
+    claims = await asyncio.gather(*(other.claim_lost(OTHER) for other in others))
+    (claim,) = [claim for claim in claims if claim is not None]
+    assert await w.b.find(OTHER.life) == claim
+
+
+async def test_the_order_of_a_new_call_is_no_other_one(nats: Nats) -> None:
+    w = await two(nats)
+    first = asked("call-1", "a")
+    fence = await w.journal_a.begin(JOURNAL_STREAM, first, 60)
+    assert await w.journal_a.begin(JOURNAL_STREAM, first, 60) == fence, "it was written before, and handed on late"
+    with pytest.raises(CallMoved):
+        await w.journal_b.begin(JOURNAL_STREAM, asked("call-1", "b", GATEWAY_2), 60)
+
+
 async def test_a_life_whose_record_was_lost_goes_on(nats: Nats) -> None:
     w = await two(nats)
     await w.a.beat()
@@ -799,6 +852,46 @@ def test_two_gateways_that_take_a_call_up_one_after_the_other_use_different_epoc
     assert abs(epochs[1] - epochs[0]) >= EPOCHS
 
 
+def gone_on(journaled: Journaled, frames: list[Frame], function: Manifest) -> Earlier:
+    """What becomes of a call of which that is written. Raises why it does not go on."""
+    found = list[Earlier]()
+
+    def admit(_: Order, earlier: Earlier) -> Call:
+        found.append(earlier)
+        raise Draining("seen")
+
+    route = replace(entry_route(), manifest=function)
+    calls, table = SimpleNamespace(admit=admit), SimpleNamespace(get=lambda *_: Version(route))
+    none, order = cast(Any, None), asked("call-1")
+    journaled.take_all([order, BodyPart(0, b"{}")])
+    detached = Detached(cast(Any, calls), none, cast(Any, table), none, str, 60.0, lambda: 0.0, lambda: 0.0)
+    with pytest.raises(Draining, match="seen"):
+        detached.go_on(order, journaled, frames, 5)
+    return found[0]
+
+
+BEGAN: Final = Began(at=0.0, numerics="f", epoch=1)
+
+
+def test_a_call_that_somebody_wants_ended_does_not_go_on() -> None:
+    journaled = Journaled()
+    journaled.take_all([CancelAsked()])
+    with pytest.raises(Cancelled, match="on request"):
+        gone_on(journaled, [], manifest("tokens"))
+
+
+def test_a_call_of_which_something_is_written_does_not_begin_again() -> None:
+    """Whoever has read that would read it a second time."""
+    begun, journaled = Journaled(), Journaled()
+    begun.take_all([BEGAN])
+    again = manifest("tokens", retries=1)
+    assert not gone_on(begun, [], again).taken
+    frames = journaled.take_all([BEGAN, Batch(0, (Frame(0, FrameKind.OUTPUT, b"0"),))])
+    with pytest.raises(InstanceLost, match="not resumable"):
+        gone_on(journaled, frames, again)
+    assert gone_on(journaled, frames, engine("tokens")).taken, "nor where it is resumed"
+
+
 def test_a_call_that_ends_takes_no_other_of_its_id_along() -> None:
     calls, first, again = OpenCalls(), a_call(1), a_call(1)
     calls.add(first)
@@ -806,6 +899,9 @@ def test_a_call_that_ends_takes_no_other_of_its_id_along() -> None:
     calls.add(again)
     assert not calls.discard(first)
     assert calls.get(again.id) is again
+    assert (calls.some.is_set(), calls.none.is_set()) == (True, False)
+    assert calls.discard(again)
+    assert (calls.some.is_set(), calls.none.is_set()) == (False, True)
 
 
 async def test_a_gateway_whose_life_is_over_begins_no_call_before_it_has_another(nats: Nats) -> None:
@@ -1205,6 +1301,118 @@ async def test_a_life_that_ends_in_order_is_taken_over_before_the_next_beat() ->
         await asyncio.wait_for(claimed.wait(), GIVE_UP_S)
     finally:
         await end({looking})
+
+
+async def test_others_are_silent_by_beats_alone_that_were_taken_while_they_could_be_heard() -> None:
+    claimed = list[Life]()
+
+    async def claim(life: Life) -> None:
+        claimed.append(life)
+
+    async def find(_: str) -> Life:
+        return OTHER
+
+    none, watch = cast(Any, None), SimpleNamespace(synced=asyncio.Event())
+    lives = cast(Lives, SimpleNamespace(me=ME, claim=claim, find=find))
+    succession = Succession(lives, roll(OTHER), Ledger(), none, none, none, none, lambda: 0.0)
+    succession._watch = cast(Any, watch)
+
+    async def looks(*, beaten: bool, times: int = SILENT_BEATS) -> None:
+        for _ in range(times):
+            if beaten:
+                succession._has_beaten()
+            succession._news.set()
+            await succession._look()
+
+    await looks(beaten=True)
+    assert not claimed, "nothing was heard of them"
+    watch.synced.set()
+    await looks(beaten=True, times=1)
+    await looks(beaten=False)
+    assert not claimed, "it has looked for another reason"
+    await looks(beaten=True, times=SILENT_BEATS - 2)
+    assert not claimed
+    await looks(beaten=True, times=1)
+    assert claimed == [OTHER]
+
+
+async def test_what_is_left_is_told_and_stored_before_it_is_said_that_a_life_has_ended() -> None:
+    """And after a beat, since nobody knows whether what was being written as it was broken off is stored."""
+    did, gateway = list[str](), Gateway()
+    gateway.do("begin", 0, 1)
+
+    async def beat(*, over: bool = False) -> None:
+        did.append("over" if over else "beat")
+
+    async def store() -> None:
+        did.append("store")
+        lives.behind = False
+
+    def tell(_: Log) -> None:
+        did.append("tell")
+        lives.behind = True
+
+    async def close() -> None:
+        """Nothing is open."""
+
+    lives = SimpleNamespace(me=ME, beat=beat, store=store, tell=tell, behind=False)
+    none, closes = cast(Any, None), cast(Any, SimpleNamespace(close=close))
+    succession = Succession(cast(Lives, lives), roll(), gateway.ledger, closes, none, none, none, lambda: 0.0)
+    succession._watch = closes
+    await succession.close()
+    assert did == ["beat", "tell", "store", "over"]
+
+
+async def test_where_what_was_written_is_lost_all_is_told_anew() -> None:
+    given_up, gateway = list[bool](), Gateway()
+    gateway.do("begin", 0, 1)
+    gateway.do("write", 0, 1)
+
+    async def store() -> None:
+        raise Lost
+
+    async def pause(_: float) -> None:
+        """Not here."""
+
+    lives = cast(Lives, SimpleNamespace(me=ME, behind=True, store=store, anew=lambda: given_up.append(True)))
+    none = cast(Any, None)
+    succession = Succession(lives, roll(), gateway.ledger, none, none, none, none, lambda: 0.0, pause)
+    succession._due = 1.0
+    await succession._store()
+    assert given_up, "nothing of before is stored behind it"
+    gateway.do("beginnings", 0, 1)
+    assert [type(entry) for entry in gateway.logs[-1].entries] == [Whole]
+    assert len(gateway.logs) == 2
+
+
+async def test_what_begins_while_a_life_that_is_over_is_written_down_is_written_too() -> None:
+    gateway, kept, ended, looked = Gateway(), list[str](), list[str](), set[str]()
+    gateway.do("begin", 0, 1)
+    gateway.do("write", 0, 1)
+
+    async def create(_: str, call: str, entry: object, *__: Any, **___: Any) -> bool:
+        if isinstance(entry, CallOrder):
+            kept.append(call)
+            gateway.do("begin", 1, 1)
+            gateway.do("write", 0, 1)
+        return True
+
+    async def has(_: str) -> bool:
+        return False
+
+    def hand_on(calls: Iterable[Call], _: str) -> None:
+        ended.extend(call.id for call in calls)
+
+    lives = cast(Lives, SimpleNamespace(me=ME, begin=lambda: None))
+    journal, taking_up = (
+        cast(Any, SimpleNamespace(create=create, has=has)),
+        cast(Any, SimpleNamespace(look=looked.update)),
+    )
+    none = cast(Any, None)
+    succession = Succession(lives, roll(), gateway.ledger, none, journal, taking_up, hand_on, lambda: 0.0)
+    await succession._end_life()
+    assert kept == ended == ["call-0", "call-1"]
+    assert looked == set(kept)
 
 
 async def test_a_stream_of_a_gateway_that_lives_is_not_found_at_another(nats: Nats) -> None:

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from sllm_gateway.ledger import Ledger
 from sllm_gateway.succession import Succession, _Taken
 from sllm_gateway.taking_up import AT_ONCE, TakingUp
 from sllm_runtime.platform.owned import end
-from sllm_runtime.protocol.calls import Began, CallOrder, Journaled
-from sllm_runtime.protocol.errors import QueueFull, StoreFull, Unavailable
+from sllm_runtime.protocol.calls import Began, CallOrder, Ended, Journaled
+from sllm_runtime.protocol.errors import Draining, InstanceLost, QueueFull, StoreFull, Unavailable
 from sllm_runtime.protocol.lives import Life, Log, Whole
+from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.test_succession import OTHER, asked, roll
@@ -222,6 +224,152 @@ async def test_what_waits_for_room_and_is_claimed_elsewhere_is_looked_at_as_it_i
     assert not one._waiting
 
 
+def alone(order: CallOrder, *, go_on: Callable[[str], None]) -> tuple[TakingUp, Kept]:
+    """A gateway that finds this one."""
+    kept = Kept()
+    kept.orders = {order.call: order}
+    return taking_up("a" * 12, nothing, go_on, kept=kept), kept
+
+
+LEFT = asked(CALLS[0], OTHER.life, "g2", parts=0)
+
+
+async def test_one_that_ends_here_is_gone_on_with_after_that() -> None:
+    """Also where there is room for both."""
+    ending, gone_on, kept = True, list[str](), Kept()
+    kept.orders = {LEFT.call: LEFT}
+    one = taking_up("a" * 12, nothing, gone_on.append, ends=lambda _: ending, kept=kept)
+    await one._take_up()
+    assert (gone_on, kept.asked["take_over"], one._pending) == ([], 0, 1)
+    ending = False
+    await one._take_up()
+    assert gone_on == [LEFT.call]
+
+
+async def test_an_order_that_was_written_without_a_word_of_it_is_this_gateways() -> None:
+    """By then it names the life of the gateway that asks: nobody else would take it up."""
+    gone_on, heard = list[str](), False
+    kept = Kept()
+    kept.orders = {LEFT.call: LEFT}
+
+    async def take(call: str) -> None:
+        nonlocal heard
+        if not heard:
+            heard, kept.orders[call] = True, replace(LEFT, life="a" * 12, gateway="g1")
+            raise Unavailable("electing")
+
+    one = taking_up("a" * 12, take, gone_on.append, kept=kept)
+    one._roll.heard(one._lives.me)
+    with pytest.raises(Unavailable):
+        await one._take_up()
+    await one._take_up()
+    assert gone_on == [LEFT.call]
+
+
+async def test_one_that_has_ended_meanwhile_is_not_begun_again() -> None:
+    gone_on = list[str]()
+    one, kept = alone(LEFT, go_on=gone_on.append)
+
+    async def now(*_: str) -> tuple[Journaled, list[Any]]:
+        return Journaled(order=kept.orders[LEFT.call], ended=Ended(at=0.0, state=CallState.SUCCEEDED)), []
+
+    one._journal.now = now  # type: ignore[assignment, method-assign]
+    await one._take_up()
+    assert (gone_on, one._pending) == ([], 0)
+
+
+@pytest.mark.parametrize("mine", [True, False])
+async def test_a_journal_that_lacks_what_is_stored_is_read_again(mine: bool) -> None:
+    """Unless another gateway has the call by now."""
+    gone_on, lacks = list[str](), True
+    one, kept = alone(LEFT, go_on=gone_on.append)
+    now = one._journal.now
+
+    async def find(call: str) -> tuple[str, CallOrder]:
+        return "", kept.orders[call] if mine else LEFT
+
+    async def reads(stream: str, call: str) -> tuple[Journaled, list[Any]]:
+        return (Journaled(), []) if lacks else await now(stream, call)
+
+    one._journal.find, one._journal.now = find, reads  # type: ignore[assignment, method-assign]
+    await one._take_up()
+    assert (gone_on, one._pending) == ([], int(mine))
+    lacks = False
+    await one._take_up(anew=False)
+    assert gone_on == [LEFT.call] * mine
+
+
+async def test_a_gateway_that_stops_gives_no_call_up() -> None:
+    """Its next life, or another one, goes on with it: no end of it is written."""
+
+    def stops(_: str) -> None:
+        raise Draining("this one stops")
+
+    one, _ = alone(LEFT, go_on=stops)
+    await one._take_up()
+    assert one._pending == 0
+
+
+async def test_one_that_cannot_go_on_is_ended_as_long_as_it_is_this_gateways() -> None:
+    ended = list[Any]()
+
+    def cannot(_: str) -> None:
+        raise InstanceLost("it is not resumable")
+
+    async def ends(order: CallOrder, state: CallState, error: Exception, fence: int | None) -> None:
+        ended.append((order.life, state, str(error), fence))
+
+    one, _ = alone(LEFT, go_on=cannot)
+    one._detached.end = ends  # type: ignore[assignment, method-assign]
+    await one._take_up()
+    assert ended == [("a" * 12, CallState.FAILED, "it is not resumable", 1)]
+    assert one._pending == 0
+
+
+@pytest.mark.parametrize(("gateway", "taken"), [("g1", True), ("g3", False)])
+async def test_of_orders_without_a_life_those_of_this_gateway_are_its_own(gateway: str, taken: bool) -> None:
+    gone_on = list[str]()
+    one, _ = alone(replace(LEFT, life="", gateway=gateway), go_on=gone_on.append)
+    await one._take_up()
+    assert bool(gone_on) is taken
+
+
+@pytest.mark.parametrize(("record", "taken"), [(Life(life="n" * 12, gateway="g4"), False), (None, True)])
+async def test_of_a_life_that_was_not_heard_of_the_record_is_read(record: Life | None, taken: bool) -> None:
+    gone_on = list[str]()
+    one, _ = alone(replace(LEFT, life="n" * 12, gateway="g4"), go_on=gone_on.append)
+
+    async def find(_: str) -> Life | None:
+        return record
+
+    one._lives.find = find  # type: ignore[assignment, method-assign]
+    await one._take_up()
+    assert bool(gone_on) is taken
+
+
+async def test_what_cannot_be_listed_is_looked_for_again() -> None:
+    went, failed = asyncio.Event(), False
+    one, _ = alone(LEFT, go_on=lambda _: went.set())
+    every = one._journal.all
+
+    async def lists() -> dict[str, Journaled]:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise Unavailable("electing")
+        return await every()
+
+    async def at_once(_: float) -> None:
+        await asyncio.sleep(0)
+
+    one._journal.all, one._pause = lists, at_once  # type: ignore[method-assign]
+    one.start()
+    try:
+        await asyncio.wait_for(went.wait(), GIVE_UP_S)
+    finally:
+        await one.close()
+
+
 def inheriting(create: Callable[..., Awaitable[bool]]) -> Succession:
     """What makes kept calls of the streams that another gateway has left, all of CALLS."""
     streams = tuple(Whole(order=asked(call), body=b"{}", epoch=0, numerics="", exact=True, ids=()) for call in CALLS)
@@ -262,11 +410,14 @@ async def test_streams_are_written_together() -> None:
         await crowd.wait(call)
         return True
 
-    keeping = asyncio.create_task(inheriting(create)._keep_left(OTHER.life, _Taken()))
+    succession, taken = inheriting(create), _Taken()
+    keeping = asyncio.create_task(succession._keep_left(OTHER.life, taken))
     try:
         await until(lambda: len(crowd.together) == AT_ONCE)
         crowd.open.set()
         assert await asyncio.wait_for(keeping, GIVE_UP_S) == set(CALLS)
+        assert await succession._keep_left(OTHER.life, taken) == set(), "it is woken for none a second time"
+        assert taken.last == 0
     finally:
         await end({keeping})
     assert crowd.most == AT_ONCE
