@@ -63,14 +63,14 @@ def _decoded(records: Records) -> Stored:
     ``ProtocolError``, which names it."""
     instances = records.readable("instances.", InstanceRecord)
     routes, proofs = records.readable("routes.", Route), records.readable("proofs.", ProofsRecord)
-    kept = {"instances.": instances, "routes.": routes, "proofs.": proofs}
+    there = {key for prefix in ("instances.", "routes.", "proofs.") for key in records.keys(prefix)}
     return Stored(
         functions=records.list("functions.", FunctionRecord),
         versions=records.list("versions.", VersionRecord),
         models=records.list("models.", ModelRecord),
         nodes=_nodes(records),
         instances=instances,
-        unread=frozenset(key for prefix, found in kept.items() for key in records.keys(prefix) - found.keys()),
+        unread=frozenset(there - {*instances, *routes, *proofs}),
         routes=routes,
         learned=_learned(records),
         proofs=proofs,
