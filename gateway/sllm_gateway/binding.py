@@ -26,6 +26,8 @@ class Binding:
         for start in range(0, len(body), limits.MAX_PART):
             self.outbox.push(FrameKind.BODY, body[start : start + limits.MAX_PART])
         self.outbox.close()
+        self.asked = False
+        """Whether its instance has been asked to take the call, so that its node owes a word."""
         self.accepted = False
         """Whether the instance has the call: it said so, or sent something of it."""
         self.following = False

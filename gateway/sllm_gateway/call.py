@@ -68,7 +68,7 @@ class Marks:
     read: float = 0.0
     """When its reader last got rid of something."""
     heard: float = 0.0
-    """When this gateway last began to listen again after it had not run for a while."""
+    """When this gateway last began to listen: when its instance had taken it, or after it had not run for a while."""
     started: RouteEntry | None = None
     """The instance whose start it waited for."""
     ready: float = 0.0

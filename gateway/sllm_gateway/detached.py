@@ -49,6 +49,7 @@ from sllm_runtime.protocol.errors import (
     InstanceLost,
     InternalError,
     JournalExpired,
+    ProtocolError,
     QueueFull,
     SllmError,
     StoreFull,
@@ -304,7 +305,10 @@ class Detached:
         keep = _order_s(run.call.version)
 
         async def take() -> None:
-            fence = await self._journal.take_over(run.stream, known, mine, keep)
+            try:
+                fence = await self._journal.take_over(run.stream, known, mine, keep)
+            except ProtocolError as error:  # another gateway has it, which this one cannot read
+                raise moved(run.call.id) from error
             if fence is None:
                 await self._journal.require(run.stream, run.call.id)  # it is gone, and nobody has the call
                 raise moved(run.call.id)

@@ -71,7 +71,8 @@ class Handover:
     async def _open(self, call: Call, binding: Binding) -> None:
         if call.before_open is not None and not await self._may_open(call, binding, call.before_open):
             return
-        request = call.request(binding, self._clock())
+        binding.asked, binding.inbox.heard = True, self._clock()
+        request = call.request(binding, binding.inbox.heard)
         try:
             with trace.within(call.order.traceparent):
                 opened = await self._link.open(binding.node, request)
@@ -112,6 +113,7 @@ class Handover:
             return
         call.due = self._clock()
         binding.accept(call.due)
+        call.marks.heard = call.due  # what came before it was asked is not the function's silence
         self._dispatcher.accepted(call, binding.instance)
         if not call.over:
             call.attempts += 1

@@ -46,6 +46,10 @@ class Lives:
         """Set while others can know of this life."""
         self._turned = clock()
         """When this process is known to have run."""
+        self._sure = asyncio.Event()
+        """Set while no other gateway can have this life, as far as is known here."""
+        self._reached = clock()
+        """When this process is known to have run and to have had NATS."""
         self.known = ""
         """The last life that was recorded."""
         self.begin()
@@ -57,6 +61,7 @@ class Lives:
         self._backlog = Backlog()
         self._beaten = self._clock()
         self._recorded.clear()
+        self._sure.clear()
 
     def watch(self, changed: Callable[[Life], None]) -> Watch:
         """Tell every record; not started."""
@@ -84,26 +89,41 @@ class Lives:
             self._sequence = await self._stored.write(subject, self.me, where=self._unchanged)
         except Changed:
             await self._look()
-        self._beaten = self._clock()
+        self._beaten = self._reached = self._clock()
         self.known = self.me.life
         self._recorded.set()
+        self._sure.set()
 
     def turn(self) -> None:
-        """This process runs. If it has not for a while this life may be over: ``recorded`` waits for a beat then."""
+        """This process runs. If it has not for a while this life may be over: ``recorded`` waits for a beat then. So
+        does ``sure``, also where it had no NATS meanwhile."""
         now = self._clock()
         if now - self._turned > STILL_S:
             self._recorded.clear()
         self._turned = now
+        if self._bus.connected:
+            if now - self._reached > STILL_S:
+                self._sure.clear()
+            self._reached = now
 
     async def recorded(self) -> None:
         """Wait until others can know of this life: a call of one that they do not know, or that is over, seems to have
         no gateway."""
+        await self._beat_of(self._recorded)
+
+    async def sure(self) -> None:
+        """Wait until a beat has said that this life goes on, if it may be over: an heir may run its streams, at
+        instances of other classes. Raises ``Unavailable``, as ``recorded``, which is enough for a new call: that one
+        can wait for its place while NATS is away."""
+        await self._beat_of(self._sure)
+
+    async def _beat_of(self, event: asyncio.Event) -> None:
         self.turn()
-        if self._recorded.is_set():
+        if event.is_set():
             return
         try:
             async with asyncio.timeout(ELECTION_S):
-                await self._recorded.wait()
+                await event.wait()
         except TimeoutError:
             raise Unavailable("this gateway begins a new life, which JetStream does not record; call again") from None
 
@@ -120,6 +140,7 @@ class Lives:
             raise Lost
         if there is None or life_of(there[1]).heir:
             self._recorded.clear()  # what began now would be told under a life that another gateway has
+            self._sure.clear()
             raise Over
         # It was stored and its acknowledgement lost.
         self._sequence = there[0]

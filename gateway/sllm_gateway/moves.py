@@ -143,7 +143,7 @@ class Moves:
         now = self._clock()
         call.epoch += 1
         binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
-        binding.following = True
+        binding.following = binding.asked = True
         binding.held = bool(kept.counts)  # who knows no id of it cannot tell it how far to go
         call.move = Move(binding, kept)
         self._followed.pop(call.id, None)

@@ -27,11 +27,12 @@ from sllm_gateway.taking_up import AT_ONCE, TakingUp
 from sllm_runtime.platform.owned import Tasks, each
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.calls import Batch, Began, BodyPart
+from sllm_runtime.protocol.calls import JOURNAL_TTL_S, KNOWN_S, Batch, Began, BodyPart, Ended
 from sllm_runtime.protocol.errors import CallNotFound, SllmError, StoreFull, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.protocol.lives import BEAT_S, Life, Log, Whole
+from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM
 
 log = logging.getLogger(__name__)
@@ -233,17 +234,20 @@ class Succession:
         if self._beaten and self._watch is not None and self._watch.synced.is_set():
             self._roll.beat()
         self._beaten = False
-        for life in self._roll.abandoned(self._lives.me.life):
-            try:
-                await self._inherit(life)
-            except SllmError as error:
-                log.info("what gateway %s left waits: %s", life.gateway, error.message)
+        await each(self._roll.abandoned(self._lives.me.life), self._try_to_inherit, AT_ONCE)
         for name, taken in self._taken.items():
             try:
-                if self._hearsay.last(name) > taken.last:  # it woke, and may die before it finds out what it is
+                # It woke, and may die before it finds out what it is.
+                if taken.until is not None and self._hearsay.last(name) > taken.last:
                     self._taking_up.look(await self._keep_left(name, taken))
             except SllmError as error:
                 log.info("what was told of life %s, which is over, waits: %s", name, error.message)
+
+    async def _try_to_inherit(self, life: Life) -> None:
+        try:
+            await self._inherit(life)
+        except SllmError as error:
+            log.info("what gateway %s left waits: %s", life.gateway, error.message)
 
     async def _inherit(self, life: Life) -> None:
         """Make what it left calls that are kept, of which each is taken up by one gateway."""
@@ -259,7 +263,8 @@ class Succession:
             return
         taken = self._taking(life.life)
         new = await self._keep_left(life.life, taken)
-        self._taking_up.look(new)
+        if new or taken.until is None:  # its kept calls are nobody's from the first look on
+            self._taking_up.look(new)
         if taken.until is None:
             taken.until = self._clock() + SAID_S
         if taken.silent and self._clock() < taken.until:
@@ -308,6 +313,8 @@ class Succession:
                 await create(BODIES_STREAM, call, part, keep, number=number)
         except StoreFull as error:
             log.error("a stream ends with its gateway: %s", error.message, extra={"call": call})
+            ended = Ended(at=stream.order.created, state=CallState.FAILED, error=error.body())
+            await create(JOURNAL_STREAM, call, ended, JOURNAL_TTL_S + KNOWN_S)
             return
         if stream.epoch:
             began = Began(at=stream.order.created, numerics=stream.numerics, epoch=stream.epoch, exact=stream.exact)

@@ -173,6 +173,7 @@ class TakingUp:
         return over is not False
 
     async def _claim(self, order: CallOrder) -> None:
+        await self._lives.recorded()  # a round may have begun in the life before
         me = self._lives.me
         version = self._table.get(order.function, order.version)
         seconds = version.manifest.timeout + version.manifest.queue_timeout if version is not None else WAITING_S

@@ -135,7 +135,7 @@ class Timers:
             self._look_at_deadlines(call, now)
         if binding is None or call.binding is not binding:
             return
-        if binding.cancelled and binding.silent(now) and self._link.connected:
+        if binding.asked and binding.cancelled and binding.silent(now) and self._link.connected:
             self._life.lost(call, binding, f"node {binding.node} is silent")
             return
         self._link.send_all(binding.node, binding.tend(now))

@@ -6,6 +6,7 @@ What loaderd has handed to sandboxes is kept here as well, so that it outlives l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,8 +65,8 @@ class Loader:
         self._control: LoaderControl | None = None
         self._connected = asyncio.Event()
         self._tasks = Tasks("loader")
-        self._held: set[str] = set()
-        """Sandboxes that were given a session and live."""
+        self._held: dict[str, LoaderControl] = {}
+        """Sandboxes that were given a session and live, with the connection to the loaderd that gave it."""
         self._ended: set[str] = set()
         """Those of them that ended and loaderd was not told, mostly since it was away; it may be the same one."""
         self._unseen: dict[tuple[str, int], bool] = {}
@@ -171,7 +172,7 @@ class Loader:
     @property
     def shown(self) -> set[str]:
         """Living sandboxes whose loads ``status`` has, waiting, under way or done."""
-        return self._held - {holder for holder, _ in self._unseen}
+        return self._held.keys() - {holder for holder, _ in self._unseen}
 
     def begun(self) -> None:
         """The node has: from their next status on, this loaderd and those to come may measure disk and stores.
@@ -211,7 +212,8 @@ class Loader:
         ranks = range(len(model.partitions)) if partitions is None else partitions
         digests = [adapter.digest for adapter in adapters]
         sources = _sources(adapters)
-        self._held.add(holder)  # loaderd may have granted what is cancelled meanwhile: it is told ``gone`` all the same
+        # It may have granted what is cancelled meanwhile: it is told ``gone`` all the same.
+        self._held[holder] = control
         self._unseen.update({(holder, rank): False for rank in ranks})
         grant = partial(control.grant, holder, model.digest, ranks, adapters=digests, devices=devices, sources=sources)
         try:
@@ -317,11 +319,21 @@ class Loader:
                 failure = error
         return failure
 
+    async def left(self, holder: str) -> bool:
+        """Whether the loaderd that gave ``holder`` its session has gone since. One that seems to be there is asked:
+        that it is not may be told to who has the session first."""
+        control = self._held.get(holder)
+        if control is not None and control is self._control:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_S):
+                    await self._look(control)
+        return control is not None and (control is not self._control or control.lost.is_set())
+
     async def gone(self, holder: str) -> None:
         """Every process of ``holder`` is dead, or never was. A loaderd that is away is told when it is back."""
         if holder not in self._held:
             return
-        self._held.discard(holder)
+        del self._held[holder]
         self._unseen = {load: begun for load, begun in self._unseen.items() if load[0] != holder}
         self._kept.gone(holder)
         if self._control is None:

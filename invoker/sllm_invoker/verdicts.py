@@ -34,6 +34,12 @@ def lost(error: SllmError) -> Verdict:
     return Verdict(InstanceState.LOST, error, error)
 
 
+def without_loader(instance: str, stage: str) -> Verdict:
+    """It never became ready, which says nothing of its function: no back-off is due to that."""
+    gone = InstanceLost(f"the node's loaderd went away while instance {instance} started; it is started again")
+    return failed(gone, stage)
+
+
 def start_timeout(order: StartInstance, stage: str, why: str, short: bool) -> Verdict:
     """It took longer than its ``startup_timeout``. ``short``: it has used up its memory."""
     if short:

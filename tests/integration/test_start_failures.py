@@ -18,6 +18,7 @@ from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, St
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, events, live, wait, wait_cold, workers
 from tests.fixtures.streams import Stream
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S
 
 MODEL = Path(__file__).parents[2] / "functions" / "coder" / "model"
@@ -262,6 +263,27 @@ def test_a_damaged_checkpoint_is_refused_before_a_function_sees_it(
     stored(cluster, name).write_bytes(whole)
     wait(lambda: complete(cluster).status_code == 200, "it works again")
     assert "".join(complete(cluster).json()) == completion
+    wait_cold(cluster, "coder")
+
+
+def test_a_start_whose_loaderd_is_killed_is_made_again(cluster: Cluster, completion: str) -> None:
+    """As its worker has yet to begin: the session that it was given leads nowhere. Its caller sees nothing of that."""
+    wait_cold(cluster, "coder")
+    wait(lambda: idle_sandboxes(cluster), "a warm sandbox waits")
+    before, log = attempts(cluster, "coder"), cluster.data / "logs" / "loaderd-n1.log"
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as still:
+        for pid in workers():
+            still.enter_context(suspended(pid))
+        answer = pool.submit(complete, cluster)
+        wait(lambda: live(cluster, "coder"), "it starts")
+        (instance,) = live(cluster, "coder")
+        wait(lambda: f"sandbox {instance} may load" in log.read_text(), "it has a session")
+        cluster.wait_restarted("loaderd", cluster.kill("loaderd"))
+        still.close()
+        found = answer.result(GIVE_UP_S)
+    assert found.status_code == 200, found.text
+    assert "".join(found.json()) == completion
+    assert attempts(cluster, "coder") > before + 1, "the first one came to nothing"
     wait_cold(cluster, "coder")
 
 

@@ -100,11 +100,11 @@ class Caller:
         return call
 
     async def _lives_on(self, call: Call) -> None:
-        """No instance is asked while this gateway does not know that it lives: an heir may have the stream by now, at
-        an instance of another class. What the call is allowed ends it."""
+        """No instance is asked while this gateway does not know that it lives (``Lives.sure``). What the call is
+        allowed ends it."""
         while not call.over:
             with contextlib.suppress(Unavailable):
-                return await self._lives.recorded()
+                return await self._lives.sure()
 
     def asked(self, order: Order, durable: bool, header: Header | None = None) -> CallOrder:
         """The same, as a kept call's journal says it. ``header``: of an OpenAI answer."""

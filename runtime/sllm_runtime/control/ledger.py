@@ -156,5 +156,5 @@ async def _within(event: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     except TimeoutError:
-        return False
-    return True
+        pass  # it may have been set in that moment
+    return event.is_set()

@@ -126,10 +126,11 @@ def _adopted(record: InstanceRecord, manifest: Manifest, entry: RouteEntry | Non
 
 
 def unreferenced(stored: Stored, view: View) -> list[Write]:
-    """Instances in the store that the view has left out, and what cannot be read, but for routes and proofs of versions
-    that there are: to be removed from it."""
+    """Instances in the store that the view has left out, and what cannot be read, but for what is written anew: to be
+    removed from it."""
     left_out = (key for key, record in stored.instances.items() if record.instance not in view.instances)
-    written_anew = {make(*version) for version in view.versions for make in (route_key, proofs_key)}
+    written_anew = {proofs_key(*version) for version in view.versions}
+    written_anew |= {route_key(*version) for version in view.versions if view.routable(version)}
     return [Write(key, None) for key in (*left_out, *sorted(stored.unread - written_anew))]
 
 

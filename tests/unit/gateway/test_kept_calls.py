@@ -19,7 +19,8 @@ from sllm_gateway.journal import Journal
 from sllm_gateway.replay import After, stream_of
 from sllm_gateway.resumption import VALUES
 from sllm_gateway.stored import Stored
-from sllm_runtime.protocol import codec, subjects
+from sllm_gateway.timers import TICK_S
+from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.calls import Began, CallOrder, Entry, Kept, Reading, entry_name
 from sllm_runtime.protocol.errors import InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Usage
@@ -649,12 +650,40 @@ async def test_one_that_is_cancelled_before_an_instance_hears_of_it_gives_its_sl
         await w.deploy(manifest("count", concurrency=1), entry(concurrency=1), script=count)
         call = (await w.http.post("/fn/count", json={"n": 3}, headers=ASYNC)).json()["id"]
         await waits.wait()
+        monkeypatch.setattr(limits, "LOST_AFTER_S", 0.0)
         assert (await w.http.post(f"/v1/calls/{call}/cancel")).status_code == 202
+        await asyncio.sleep(4 * TICK_S)
+        (line,) = w.gateway.calls.dispatcher._lines.values()
+        assert not line.slots.gone_instances, "its node owes nobody a word"
+        monkeypatch.undo()
         goes_on.set()
         await reaches(w.http, call, "CANCELLED")
         other = (await w.http.post("/fn/count", json={"n": 2}, headers=ASYNC)).json()["id"]
         assert await events_of(w.http, other) == written(0, 1)
         assert [each.head.call for each in w.node.opened] == [other]
+
+
+async def test_the_time_before_its_instance_is_asked_is_no_silence_of_the_function(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, waits, idle_s = Journal.write, asyncio.Event(), 2.0
+
+    async def slow(self: Journal, stream: str, call: str, entry: Entry, *more: Any, **by: Any) -> int:
+        if isinstance(entry, Began) and not waits.is_set():
+            waits.set()
+            await asyncio.sleep(idle_s + 0.2)  # JetStream elects for so long
+        return await write(self, stream, call, entry, *more, **by)
+
+    async def thinks(run: Run) -> None:
+        await asyncio.sleep(4 * TICK_S)
+        run.out(1)
+        run.end()
+
+    monkeypatch.setattr(Journal, "write", slow)
+    async with world(nats) as w:
+        await w.deploy(manifest("thinks", idle_timeout=idle_s), entry(), script=thinks)
+        call = (await w.http.post("/fn/thinks", json={}, headers=ASYNC)).json()["id"]
+        assert await events_of(w.http, call) == written(1)
 
 
 def engine(name: str) -> Any:

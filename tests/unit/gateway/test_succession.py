@@ -1057,13 +1057,33 @@ async def test_a_gateway_that_stood_still_takes_no_call_before_it_knows_that_it_
     await taking
     now[0] += STILL_S - 0.1
     lives.turn()
+    for knows in (lives.recorded, lives.sure):
+        await asyncio.wait_for(knows(), 1.0)
+
+
+async def test_a_gateway_without_nats_takes_calls_and_does_not_know_that_it_lives_until_a_beat(nats: Nats) -> None:
+    w, now = await two(nats), [100.0]
+    lives = Lives(w.a._bus, w.a._stored, GATEWAY, os.urandom, lambda: now[0])
+    await lives.beat()
+    await nats.kill()
+    await until(lambda: not w.a._bus.connected)
+    for _ in range(5):
+        now[0] += STILL_S / 2
+        lives.turn()
+    await nats.start()
+    await until(lambda: w.a._bus.connected)
     await asyncio.wait_for(lives.recorded(), 1.0)
+    knowing = asyncio.create_task(lives.sure())
+    await asyncio.sleep(0)
+    assert not knowing.done()
+    await lives.beat()
+    await knowing
 
 
-async def test_no_instance_is_asked_before_a_gateway_that_stood_still_knows_that_it_lives(
+async def test_no_instance_is_asked_before_a_gateway_that_was_away_knows_that_it_lives(
     nats: Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heir may have the stream, at an instance of another class."""
+    """It did not run, or had no NATS: its heir may have the stream, at an instance of another class."""
     asked_for, beating, knows, gate = list[str](), asyncio.Event(), asyncio.Event(), asyncio.Event()
     beat, link_open = Lives.beat, Link.open
 
@@ -1088,7 +1108,7 @@ async def test_no_instance_is_asked_before_a_gateway_that_stood_still_knows_that
         (second,) = (each for each in w.gateway.calls.open() if each.binding is None)
         monkeypatch.setattr(Lives, "beat", late)
         await beating.wait()
-        w.gateway._succession._lives._turned -= STILL_S + 1
+        w.gateway._succession._lives._reached -= STILL_S + 1
         gate.set()
         await until(lambda: second.binding is not None, what="it has a place")
         for _ in range(3):

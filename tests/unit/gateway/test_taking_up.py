@@ -390,17 +390,38 @@ def inheriting(create: Callable[..., Awaitable[bool]]) -> Succession:
 
 
 async def test_one_whose_body_finds_no_room_holds_up_no_other() -> None:
-    made = list[str]()
+    made, ended = list[str](), list[str]()
 
-    async def create(stream: str, call: str, *_: Any, **__: Any) -> bool:
+    async def create(stream: str, call: str, entry: object, *_: Any, **__: Any) -> bool:
         if stream == BODIES_STREAM and call == CALLS[3]:
             raise StoreFull("full")
-        if stream == JOURNAL_STREAM:
+        if isinstance(entry, Ended):
+            ended.append(call)
+        elif stream == JOURNAL_STREAM:
             made.append(call)
         return True
 
     assert await inheriting(create)._keep_left(OTHER.life, _Taken()) == set(CALLS)
     assert set(made) == set(CALLS) - {CALLS[3]}
+    assert ended == [CALLS[3]], "who reads it is told"
+
+
+async def test_while_somebody_is_silent_kept_calls_are_not_listed_anew_each_time() -> None:
+    looked, left = list[set[str]](), Life(life=OTHER.life, gateway="g2", heir="m" * 12)
+
+    async def create(*_: Any, **__: Any) -> bool:
+        return True
+
+    async def heard(*_: Any) -> tuple[dict[int, Log], set[str]]:
+        return {}, {"g3"}
+
+    succession = inheriting(create)
+    succession._hearsay = cast(Any, SimpleNamespace(of=heard))
+    succession._taking_up = cast(Any, SimpleNamespace(look=looked.append))
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="g3 may have heard more of it"):
+            await succession._inherit(left)
+    assert looked == [set(CALLS)]
 
 
 async def test_streams_are_written_together() -> None:

@@ -161,7 +161,7 @@ async def test_a_grant_that_was_given_up_is_told_of_as_gone(tmp_path: Path, load
             await asyncio.sleep(0)
             asking.cancel()
             await asyncio.wait([asking])
-            assert loader._held == {"one"}
+            assert set(loader._held) == {"one"}
             assert not loader.shown
         finally:
             daemon.process.send_signal(signal.SIGCONT)
@@ -356,3 +356,26 @@ async def test_a_second_instance_after_a_kill(tmp_path: Path, loader: Loader) ->
             await status(loader)
             pool = (await fourth.control.status()).pool
             assert (pool.used, pool.held) == (5 * SMALL_CHUNK, 0), "who died meanwhile holds nothing"
+
+
+async def test_who_was_given_a_session_by_a_loaderd_that_has_gone_is_known(tmp_path: Path, loader: Loader) -> None:
+    """Its start fails by that, and by nothing of its function. It is known at once, not with the next status."""
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    async with loaderd(tmp_path) as daemon:
+        model = await registered(loader, checkpoint)
+        fd = await loader.grant(model, "one", nothing)
+        assert not await loader.left("one")
+        assert not await loader.left("nobody")
+        daemon.process.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(daemon.process.wait, WAIT)
+        assert await loader.left("one")
+        with pytest.raises(Unavailable):
+            await asyncio.to_thread(LoaderSession, fd)
+    async with loaderd(tmp_path):
+        await until(lambda: loader.status is not None, WAIT, "the next one is there")
+        assert await loader.left("one")
+        os.close(await loader.grant(model, "two", nothing))
+        assert not await loader.left("two")
+        for holder in ("one", "two"):
+            await loader.gone(holder)
+        assert not await loader.left("one")
