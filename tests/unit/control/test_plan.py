@@ -175,12 +175,7 @@ def test_where_no_start_was_expected_it_is_what_it_took(world: World, took_ms: f
 
 
 def test_one_that_is_idle_stays_while_somebody_waits_and_takes_the_call_that_is_on_its_way(world: World) -> None:
-    world.view = deployed(world.view, manifest("chat", keep_alive=2))
-    world.wait_for(CHAT, 1)
-    world.plan()
-    world.hear_all()
-    (name,) = world.live(CHAT)
-    world.finish(name, InstanceState.READY)
+    name = _ready(world, keep_alive=2)
     world.turn(5.0)
     assert world.live(CHAT) == [name]
     world.wait_for(CHAT, 0)
@@ -190,12 +185,7 @@ def test_one_that_is_idle_stays_while_somebody_waits_and_takes_the_call_that_is_
 
 
 def test_without_a_keep_alive_it_is_there_for_the_call_that_it_was_started_for(world: World) -> None:
-    world.view = deployed(world.view, manifest("chat", keep_alive=0))
-    world.wait_for(CHAT, 1)
-    world.plan()
-    world.hear_all()
-    (name,) = world.live(CHAT)
-    world.finish(name, InstanceState.READY)
+    name = _ready(world, keep_alive=0)
     world.wait_for(CHAT, 0)
     world.turn(HANDOVER_S - 0.5)
     assert world.live(CHAT) == [name]
@@ -219,12 +209,7 @@ def test_the_minimum_stays_however_idle(world: World) -> None:
 
 @pytest.mark.parametrize(("least", "waiting", "may"), [(0, 0, True), (1, 0, False), (0, 1, False)])
 def test_what_is_idle_and_wanted_makes_no_room(world: World, least: int, waiting: int, may: bool) -> None:
-    world.view = deployed(world.view, manifest("chat", keep_alive=60, min_instances=least))
-    world.wait_for(CHAT, 1)
-    world.plan()
-    world.hear_all()
-    (name,) = world.live(CHAT)
-    world.finish(name, InstanceState.READY)
+    name = _ready(world, keep_alive=60, min_instances=least)
     world.turn(5.0)
     world.wait_for(CHAT, waiting)
     other = Request(("other", 1), manifest("other"))
@@ -336,9 +321,9 @@ def test_another_error_of_the_node_is_a_failed_start(world: World) -> None:
     assert world.plan() == ()
 
 
-def _ready(world: World) -> str:
-    """An instance that somebody waited for."""
-    world.view = deployed(world.view, manifest("chat"))
+def _ready(world: World, **fields: object) -> str:
+    """An instance that somebody waited for, and waits for still."""
+    world.view = deployed(world.view, manifest("chat", **fields))
     world.wait_for(CHAT, 1)
     world.plan()
     world.hear_all()

@@ -147,8 +147,8 @@ async def test_a_gateway_tells_what_waits_again(nats: Nats, monkeypatch: pytest.
         await listener.close()
 
 
-async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> None:
-    """By a gateway of the same name that begins later, from what another one has heard."""
+async def one_that_listens(nats: Nats) -> tuple[Lives, Lives, Hearsay]:
+    """A life that ends without a word, and another gateway, which hears it; a function is there for its streams."""
     async with world(nats) as w:
         await w.deploy(engine("tokens"), entry(fingerprint="f"))
     bus, other = await nats.bus(GATEWAY), await nats.bus(GATEWAY_2)
@@ -158,6 +158,12 @@ async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> Non
     await hearsay.start()
     for life in (dead, listens):
         await life.beat()
+    return dead, listens, hearsay
+
+
+async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> None:
+    """By a gateway of the same name that begins later, from what another one has heard."""
+    dead, listens, hearsay = await one_that_listens(nats)
     call, ended = f"call-{dead.me.life[:TAG]}1", f"call-{dead.me.life[:TAG]}2"
     for name in (call, ended):
         order = asked(name, dead.me.life)
@@ -175,15 +181,7 @@ async def test_what_was_told_and_never_stored_is_gone_on_with(nats: Nats) -> Non
 
 async def test_who_has_heard_it_and_comes_back_late_is_waited_for(nats: Nats) -> None:
     """Away from NATS as the heir asked, for longer than an answer takes; nothing is stored."""
-    async with world(nats) as w:
-        await w.deploy(engine("tokens"), entry(fingerprint="f"))
-    bus, other = await nats.bus(GATEWAY), await nats.bus(GATEWAY_2)
-    dead = Lives(bus, Stored(bus), GATEWAY, repeating(b"d"), time.monotonic)
-    listens = Lives(other, Stored(other), GATEWAY_2, repeating(b"o"), time.monotonic)
-    hearsay = Hearsay(other, GATEWAY_2)
-    await hearsay.start()
-    for life in (dead, listens):
-        await life.beat()
+    dead, listens, hearsay = await one_that_listens(nats)
     call, ended = f"call-{dead.me.life[:TAG]}1", f"call-{dead.me.life[:TAG]}2"
     dead.tell(Log((begun(call, dead, (0, 1, 2)),)))
     await until(lambda: hearsay.last(dead.me.life) == 0, what="it is heard")
@@ -193,7 +191,7 @@ async def test_who_has_heard_it_and_comes_back_late_is_waited_for(nats: Nats) ->
         for _ in range(3):
             await asyncio.sleep(BEAT_S)  # as a gateway does that lives
             await listens.beat()
-        hearsay._subscriptions.append(await other.serve(subjects.heard(GATEWAY_2), AskHeard, hearsay._asked))
+        hearsay._subscriptions.append(await hearsay._bus.serve(subjects.heard(GATEWAY_2), AskHeard, hearsay._asked))
 
     back = asyncio.create_task(comes_back())
     await gone_on_with(nats, call, ended)
