@@ -124,7 +124,7 @@ class Instance:
             weights = self._around.suppliers.weights
             for member in members(order.manifest.parallelism):
                 if await weights.left(holder(order, member)):
-                    return verdicts.without_loader(order.instance, error.stage or self._account.stage)
+                    return verdicts.without("loaderd", order.instance, error.stage or self._account.stage)
         return verdict
 
     def _end(self, verdict: Verdict) -> None:

@@ -136,7 +136,7 @@ class ProcessSandbox:
         if not self._exited.done():
             report = self._report
             if report is None:
-                self._exited.set_result(Exit(None, asked=self._asked))
+                self._exited.set_result(Exit(None, asked=self._asked, orphaned=self._no_report))
             else:
                 self._exited.set_result(Exit(report.code, report.signal, self._asked, peak=report.peak))
 

@@ -23,6 +23,8 @@ class Exit:
     """Whether the kernel killed it for memory; None: this sandbox cannot know."""
     peak: int = 0
     """Bytes of memory at its most, beside what each warm worker has; 0: not known."""
+    orphaned: bool = False
+    """Whether its fork server had ended, and has most likely taken it along."""
 
     def __str__(self) -> str:
         if self.signal:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import math
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ import pytest
 from sllm_loaderd.client import LoaderControl
 from sllm_runtime.protocol.errors import OutOfMemory, SllmError, StartFailed, StartTimeout
 from tests.fixtures.cluster import Cluster
-from tests.fixtures.deployed import deploy, events, live, wait, wait_cold, workers
+from tests.fixtures.deployed import commands, deploy, descendants, events, live, wait, wait_cold, workers
 from tests.fixtures.streams import Stream
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S
@@ -266,19 +268,37 @@ def test_a_damaged_checkpoint_is_refused_before_a_function_sees_it(
     wait_cold(cluster, "coder")
 
 
-def test_a_start_whose_loaderd_is_killed_is_made_again(cluster: Cluster, completion: str) -> None:
-    """As its worker has yet to begin: the session that it was given leads nowhere. Its caller sees nothing of that."""
+def loaderd_killed(cluster: Cluster) -> None:
+    """The session that the worker was given leads nowhere."""
+    cluster.wait_restarted("loaderd", cluster.kill("loaderd"))
+
+
+def fork_server_killed(cluster: Cluster) -> None:
+    """Its workers end with it."""
+    below, titles = descendants(cluster.pid("invoker")), commands()
+    servers = [pid for pid in below & titles.keys() if titles[pid][0].startswith("sllm-zygote")]
+    assert servers
+    for pid in servers:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("misfortune", [loaderd_killed, fork_server_killed])
+def test_a_start_that_loses_a_process_of_the_node_is_made_again(
+    cluster: Cluster, completion: str, misfortune: Callable[[Cluster], None]
+) -> None:
+    """As its worker has yet to begin. Its caller sees nothing of that."""
     wait_cold(cluster, "coder")
     wait(lambda: idle_sandboxes(cluster), "a warm sandbox waits")
-    before, log = attempts(cluster, "coder"), cluster.data / "logs" / "loaderd-n1.log"
+    before = attempts(cluster, "coder")
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as still:
         for pid in workers():
             still.enter_context(suspended(pid))
         answer = pool.submit(complete, cluster)
         wait(lambda: live(cluster, "coder"), "it starts")
         (instance,) = live(cluster, "coder")
-        wait(lambda: f"sandbox {instance} may load" in log.read_text(), "it has a session")
-        cluster.wait_restarted("loaderd", cluster.kill("loaderd"))
+        log = cluster.data / "logs" / "loaderd-n1.log"
+        wait(lambda: f"sandbox {instance} may load" in log.read_text(), "it has a session, and a sandbox long since")
+        misfortune(cluster)
         still.close()
         found = answer.result(GIVE_UP_S)
     assert found.status_code == 200, found.text

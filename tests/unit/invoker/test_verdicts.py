@@ -7,6 +7,7 @@ import pytest
 
 from sllm_invoker import verdicts
 from sllm_invoker.instance import Instance
+from sllm_invoker.sandbox import Exit
 from sllm_invoker.surroundings import Surroundings
 from sllm_invoker.verdicts import Verdict
 from sllm_runtime.protocol.errors import CorruptCheckpoint, SllmError, Unavailable
@@ -60,3 +61,19 @@ async def test_a_start_whose_loaderd_went_away_says_nothing_of_its_function(
     verdict = await instance._cause(verdicts.failed(error, "weights"))
     assert verdict.error is not None
     assert (verdict.state, verdict.error.code, verdict.error.stage) == (InstanceState.FAILED, code, "weights")
+
+
+@pytest.mark.parametrize(
+    ("end", "for_memory", "code"),
+    [
+        (Exit(None, orphaned=True), False, "instance_lost"),
+        (Exit(None, orphaned=True), True, "start_failed"),
+        (Exit(None), False, "start_failed"),
+        (Exit(0, 9), False, "start_failed"),
+    ],
+)
+def test_a_start_whose_fork_server_ended_says_nothing_of_its_function(end: Exit, for_memory: bool, code: str) -> None:
+    """Unless the kernel has just killed for memory: it may have been what this start took."""
+    verdict = verdicts.died_at_start(ORDER, "import", end, [], for_memory)
+    assert verdict.error is not None
+    assert (verdict.state, verdict.error.code, verdict.error.stage) == (InstanceState.FAILED, code, "import")
