@@ -75,7 +75,7 @@ class Handover:
         request = call.request(binding, binding.inbox.heard)
         try:
             with trace.within(call.order.traceparent):
-                opened = await self._link.open(binding.node, request)
+                opened = await self._link.open(binding.node, request, call.before_open)
         except DeadlineExceeded:
             if not binding.accepted and call.binding is binding:
                 call.attempts += 1  # it may have been taken, and run: only `retries` lets it begin again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from sllm_runtime.platform.bus import Bus, Subscription
@@ -106,15 +106,24 @@ class Link:
                 except SllmError as error:  # all of it is repeated: acknowledgements, parts, cancellations
                     log.warning("%s", error.message)
 
-    async def open(self, node: str, request: Open) -> Opened:
-        """Ask ``node`` to take a call; asked again until it answers. Time without a connection does not count.
+    async def open(self, node: str, request: Open, before: Callable[[], Awaitable[None]] | None = None) -> Opened:
+        """Ask ``node`` to take a call; asked again until it answers. Time without a connection does not count, and
+        nothing is asked then: it would lie in a buffer until somebody else has the call. ``before`` comes before the
+        first time after it.
 
         Raises ``Unavailable`` if nobody is there, ``DeadlineExceeded`` if there is and it does not answer, or is no
-        more and may have taken it: it was asked before, and did not answer.
+        more and may have taken it: it was asked before, and did not answer. And what ``before`` raises.
         """
         subject = subjects.node_open(node, self._gateway)
-        left, asked = limits.RPC_TIMEOUT_S, False
+        left, asked, away = limits.RPC_TIMEOUT_S, False, False
         while True:
+            if not self._bus.connected:
+                away = True
+                await asyncio.sleep(limits.RESEND_AFTER_S)
+                continue
+            if away and before is not None:
+                await before()
+            away = False
             began = self._clock()
             try:
                 return await self._bus.call(subject, request, Opened, timeout_s=OPEN_TRY_S)
@@ -123,11 +132,11 @@ class Link:
                     if asked:
                         raise DeadlineExceeded(error.message) from error
                     raise
-                asked = True  # it may have been on its way when the connection broke
+                asked = away = True  # it may have been on its way when the connection broke
                 await asyncio.sleep(limits.RESEND_AFTER_S)
             except DeadlineExceeded:
-                asked = True
-                left -= self._clock() - began if self._bus.connected else 0.0
+                asked, away = True, not self._bus.connected
+                left -= 0.0 if away else self._clock() - began
                 if left <= 0:
                     raise
 

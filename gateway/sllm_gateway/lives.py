@@ -49,7 +49,8 @@ class Lives:
         self._sure = asyncio.Event()
         """Set while no other gateway can have this life, as far as is known here."""
         self._reached = clock()
-        """When this process is known to have run and to have had NATS."""
+        """When this process is known to have run and to have heard something from NATS. Nodes report each second."""
+        self._heard = bus.heard
         self.known = ""
         """The last life that was recorded."""
         self.begin()
@@ -96,15 +97,15 @@ class Lives:
 
     def turn(self) -> None:
         """This process runs. If it has not for a while this life may be over: ``recorded`` waits for a beat then. So
-        does ``sure``, also where it had no NATS meanwhile."""
+        does ``sure``, also where it heard nothing from NATS meanwhile, which may be long before its connection ends."""
         now = self._clock()
         if now - self._turned > STILL_S:
             self._recorded.clear()
         self._turned = now
-        if self._bus.connected:
-            if now - self._reached > STILL_S:
-                self._sure.clear()
-            self._reached = now
+        if now - self._reached > STILL_S:
+            self._sure.clear()
+        if self._bus.heard != self._heard:
+            self._reached, self._heard = now, self._bus.heard
 
     async def recorded(self) -> None:
         """Wait until others can know of this life: a call of one that they do not know, or that is over, seems to have

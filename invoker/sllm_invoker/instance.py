@@ -17,15 +17,15 @@ from sllm_invoker import verdicts
 from sllm_invoker.account import Account
 from sllm_invoker.follower import EOF_S, Follower, ended
 from sllm_invoker.output import Output
-from sllm_invoker.preparation import Prepared, assignment, holder, image_of, prepare
+from sllm_invoker.preparation import Prepared, assignment, image_of, prepare
 from sllm_invoker.sandbox import Exit, Sandbox
 from sllm_invoker.surroundings import Surroundings
 from sllm_invoker.verdicts import Verdict
-from sllm_invoker.wiring import members, wired
+from sllm_invoker.wiring import wired
 from sllm_invoker.work import Work
 from sllm_runtime.protocol import codec, limits, states
 from sllm_runtime.protocol.clipping import NAME_BYTES, clip, clip_error
-from sllm_runtime.protocol.errors import InstanceLost, InternalError, ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, InternalError, ProtocolError, SllmError
 from sllm_runtime.protocol.node import InstanceStatus, Progress, StartInstance
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import SANDBOX
@@ -100,7 +100,7 @@ class Instance:
         async with AsyncExitStack() as stack:
             begin = asyncio.create_task(self._begin(stack), name=f"begin {self.order.instance}")
             try:
-                verdict = await self._cause(await asyncio.shield(self._verdict))
+                verdict = await asyncio.shield(self._verdict)
             except asyncio.CancelledError:
                 verdict = self._conclude(verdicts.shut_down(self.order.instance))
                 raise
@@ -116,16 +116,6 @@ class Instance:
         if not self._verdict.done():
             self._verdict.set_result(verdict)
         return self._verdict.result()
-
-    async def _cause(self, verdict: Verdict) -> Verdict:
-        """What its process could not tell: that the loaderd it loads from had gone."""
-        error, order = verdict.error, self.order
-        if self._state is InstanceState.STARTING and error is not None and error.code == Unavailable.code:
-            weights = self._around.suppliers.weights
-            for member in members(order.manifest.parallelism):
-                if await weights.left(holder(order, member)):
-                    return verdicts.without("loaderd", order.instance, error.stage or self._account.stage)
-        return verdict
 
     def _end(self, verdict: Verdict) -> None:
         state = verdict.state

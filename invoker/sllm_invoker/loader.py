@@ -6,7 +6,6 @@ What loaderd has handed to sandboxes is kept here as well, so that it outlives l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Final
 from sllm_invoker.preparation import Report
 from sllm_loaderd.client import KeptChunks, LoaderControl
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import ModelNotFound, NotFound, SllmError, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, ModelNotFound, NotFound, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MAX_MESSAGE
 from sllm_runtime.protocol.loader import CPU, CUDA, FAKE, START, ModelInfo, Status, place_of
 from sllm_runtime.protocol.node import Ok, Progress
@@ -65,8 +64,8 @@ class Loader:
         self._control: LoaderControl | None = None
         self._connected = asyncio.Event()
         self._tasks = Tasks("loader")
-        self._held: dict[str, LoaderControl] = {}
-        """Sandboxes that were given a session and live, with the connection to the loaderd that gave it."""
+        self._held: set[str] = set()
+        """Sandboxes that were given a session and live."""
         self._ended: set[str] = set()
         """Those of them that ended and loaderd was not told, mostly since it was away; it may be the same one."""
         self._unseen: dict[tuple[str, int], bool] = {}
@@ -172,7 +171,7 @@ class Loader:
     @property
     def shown(self) -> set[str]:
         """Living sandboxes whose loads ``status`` has, waiting, under way or done."""
-        return self._held.keys() - {holder for holder, _ in self._unseen}
+        return self._held - {holder for holder, _ in self._unseen}
 
     def begun(self) -> None:
         """The node has: from their next status on, this loaderd and those to come may measure disk and stores.
@@ -206,24 +205,29 @@ class Loader:
 
         A model that this node lacks is made from its sources first. Loading has begun when this returns, each partition
         to its own device (``place_of``). Adapters are brought and loaded when the sandbox asks for them, which it does
-        for those that calls name. The caller owns the descriptor, and says ``gone`` in any case.
+        for those that calls name. The caller owns the descriptor, and says ``gone`` in any case. Raises
+        ``InstanceLost`` when loaderd goes away meanwhile, which is no fault of the model's.
         """
         control = await self._there()
         ranks = range(len(model.partitions)) if partitions is None else partitions
         digests = [adapter.digest for adapter in adapters]
         sources = _sources(adapters)
-        # It may have granted what is cancelled meanwhile: it is told ``gone`` all the same.
-        self._held[holder] = control
+        self._held.add(holder)  # loaderd may have granted what is cancelled meanwhile: it is told ``gone`` all the same
         self._unseen.update({(holder, rank): False for rank in ranks})
         grant = partial(control.grant, holder, model.digest, ranks, adapters=digests, devices=devices, sources=sources)
         try:
-            fd = await grant()
-        except NotFound:
-            report(Progress(stage=CONVERT))
-            known = {*await control.models((model.digest, *digests)), *sources}
-            for lacking in (record for record in (model, *adapters) if record.digest not in known):
-                await self._brought(control, lacking, report)
-            fd = await grant()
+            try:
+                fd = await grant()
+            except NotFound:
+                report(Progress(stage=CONVERT))
+                known = {*await control.models((model.digest, *digests)), *sources}
+                for lacking in (record for record in (model, *adapters) if record.digest not in known):
+                    await self._brought(control, lacking, report)
+                fd = await grant()
+        except Unavailable as error:
+            if control.lost.is_set():
+                raise InstanceLost(error.message) from error
+            raise
         for rank in ranks:
             load = self._load(control, holder, model.digest, rank, place_of(rank, devices))
             self._tasks.start(load, f"load {model.digest}")
@@ -319,21 +323,11 @@ class Loader:
                 failure = error
         return failure
 
-    async def left(self, holder: str) -> bool:
-        """Whether the loaderd that gave ``holder`` its session has gone since. One that seems to be there is asked:
-        that it is not may be told to who has the session first."""
-        control = self._held.get(holder)
-        if control is not None and control is self._control:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STATUS_S):
-                    await self._look(control)
-        return control is not None and (control is not self._control or control.lost.is_set())
-
     async def gone(self, holder: str) -> None:
         """Every process of ``holder`` is dead, or never was. A loaderd that is away is told when it is back."""
         if holder not in self._held:
             return
-        del self._held[holder]
+        self._held.discard(holder)
         self._unseen = {load: begun for load, begun in self._unseen.items() if load[0] != holder}
         self._kept.gone(holder)
         if self._control is None:

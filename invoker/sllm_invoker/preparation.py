@@ -47,9 +47,6 @@ class Weights(Protocol):
     async def devices(self, gpus: Sequence[int]) -> tuple[str, ...]:
         """What an instance with these GPUs may load to."""
 
-    async def left(self, holder: str) -> bool:
-        """Whether the loaderd that gave ``holder`` its descriptor has gone since."""
-
     async def gone(self, holder: str) -> None:
         """Every process of ``holder`` is dead: what it held may be used again."""
 

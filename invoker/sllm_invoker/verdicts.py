@@ -34,13 +34,6 @@ def lost(error: SllmError) -> Verdict:
     return Verdict(InstanceState.LOST, error, error)
 
 
-def without(process: str, instance: str, stage: str) -> Verdict:
-    """It never became ready, for want of one of the node's own processes. That says nothing of its function: no
-    back-off is due to it."""
-    gone = InstanceLost(f"the node's {process} went away while instance {instance} started; it is started again")
-    return failed(gone, stage)
-
-
 def start_timeout(order: StartInstance, stage: str, why: str, short: bool) -> Verdict:
     """It took longer than its ``startup_timeout``. ``short``: it has used up its memory."""
     if short:
@@ -55,10 +48,11 @@ def start_timeout(order: StartInstance, stage: str, why: str, short: bool) -> Ve
 
 
 def died_at_start(order: StartInstance, stage: str, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
-    """Its worker ended before it was ready. ``for_memory``: the kernel killed something for memory meanwhile. Where it
-    did, a fork server that ended may have ended by what this start took."""
+    """Its worker ended before it was ready. With its fork server, which says nothing of its function: no back-off is
+    due to that. ``for_memory``: the kernel killed something for memory meanwhile, maybe for what this start took."""
     if end.orphaned and not for_memory:
-        return without("fork server", order.instance, stage)
+        gone = f"the node's fork server ended while instance {order.instance} started, and its worker with it"
+        return failed(InstanceLost(gone), stage)
     return failed(exits.start_error(order.instance, stage, end, tail, for_memory, _limit(order)), stage)
 
 

@@ -148,6 +148,10 @@ class ControlWire:
             traced = trace.current()
             wire.send(pack(structs.replace(request, traceparent=traced) if traced else request), fds)
             return await pending.answer
+        except Unavailable:
+            if wire.peer_gone:  # who reads has not had its turn yet
+                self.lost.set()
+            raise
         except asyncio.CancelledError:
             if pending.answer.done() and not pending.answer.cancelled() and pending.answer.exception() is None:
                 _close_all(pending.answer.result()[1])  # it came in the very turn in which its asker gave up

@@ -20,7 +20,7 @@ from sllm_runtime.protocol.checkpoint import (
     decode_checked,
     rank_blocks,
 )
-from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, InstanceLost, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.loader import (
     Cancel,
@@ -128,7 +128,7 @@ class SessionLoad:
 
     def detach(self) -> None:
         """Give back the mapping as soon as nothing made from it lives, and end the load if it runs. Repeatable."""
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(InstanceLost):
             self._send(Detach(request=self._number))
         self._forget(self._number)
         self._end(Cancelled("the load was given up here"))

@@ -15,7 +15,7 @@ from sllm_loaderd.client.load import DEADLINE_S, SessionLoad
 from sllm_runtime.platform import descriptors
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol.codec import pack, unpack
-from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError
 from sllm_runtime.protocol.loader import (
     CPU,
     START,
@@ -38,8 +38,14 @@ def _decoded(payload: bytes) -> Answer:
     return answer
 
 
+def _lost(why: str) -> InstanceLost:
+    """Another loaderd has no load of this session: its instance is to begin anew, and may at once."""
+    return InstanceLost(f"the node's loaderd {why}; call again", stage="weights")
+
+
 class LoaderSession:
     """A sandbox's connection to loaderd, from the descriptor that its invoker handed over. Owns it.
+    Without loaderd it is of no use, and its loads raise ``InstanceLost``: that says nothing of the model.
 
     Its reader thread starts here, so open it after any fork.
     """
@@ -86,7 +92,7 @@ class LoaderSession:
         priority: str = START,
         adapter: str = "",
     ) -> SessionLoad:
-        """Ask for a partition, or ordered ranges of its blocks; returns at once. Raises ``Unavailable``.
+        """Ask for a partition, or ordered ranges of its blocks; returns at once. Raises ``InstanceLost``.
 
         ``device``: where its memory shall be: ``cpu`` or what the node has (``fake:0``, ``cuda:0``).
         ``adapter``: one of ``adapters``, in place of the model.
@@ -104,20 +110,18 @@ class LoaderSession:
         )
         try:
             self.send(request)
-        except Unavailable:
+        except InstanceLost:
             del self._loads[number]
             raise
         return load
 
     def send(self, message: Message) -> None:
-        """Send one message. Raises ``Unavailable`` if loaderd is gone."""
+        """Send one message. Raises ``InstanceLost`` if loaderd is gone."""
         try:
             with self._sending:
                 self._wire.send(pack(message))
         except OSError as error:
-            raise Unavailable(
-                f"the node's loaderd is gone: {error}; it will be started again", stage="weights"
-            ) from error
+            raise _lost(f"is gone: {error}") from error
 
     def _drop(self, number: int) -> None:
         """Forget a load."""
@@ -136,9 +140,9 @@ class LoaderSession:
             self._wire.send(pack(Hello(name=name)))
             payload = self._wire.receive()
         except OSError as error:
-            raise Unavailable(f"the node's loaderd does not answer: {error}", stage="weights") from error
+            raise _lost(f"does not answer: {error}") from error
         if payload is None:
-            raise Unavailable("the node's loaderd closed the connection", stage="weights")
+            raise _lost("closed the connection")
         message = _decoded(payload)
         if isinstance(message, Failed):
             raise message.error.to_error()
@@ -148,7 +152,7 @@ class LoaderSession:
 
     def _read(self) -> None:
         """Hand messages to their loads until the end. A thread of its own."""
-        error: SllmError = Unavailable("the node's loaderd is gone; it will be started again", stage="weights")
+        error: SllmError = _lost("is gone")
         try:
             while (payload := self._wire.receive()) is not None:
                 self._dispatch(payload)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from sllm_runtime.control.view import Failure
-from sllm_runtime.protocol.errors import BY_CODE, ErrorBody, StartFailed
+from sllm_runtime.protocol.errors import BY_CODE, ErrorBody, InstanceLost, StartFailed
 
 FIRST_S: Final = 1.0
 LONGEST_S: Final = 60.0
 STABLE_S: Final = 60.0
 """An instance that was ready for this long has proved itself: the count of its version's crashes begins anew."""
+MOST_TAKEN: Final = 4
+"""So many starts in a row that went with their node, or with a part of it, and it may be the start that ends that: it
+counts as failed. Far fewer than the ends of a loaderd after which its node is given up (``platform.restarts``)."""
 
 
 def delay(attempts: int, longest_s: float = LONGEST_S) -> float:
@@ -18,11 +22,15 @@ def delay(attempts: int, longest_s: float = LONGEST_S) -> float:
     return min(longest_s, FIRST_S * 2.0 ** min(attempts - 1, 16))
 
 
-def after(previous: Failure | None, error: ErrorBody, now: float, *, blocking: bool, began: float) -> Failure:
-    """The record of one more failure, of what ``began`` then. A blocking one is never weakened by a crash. What fails
-    together, since it began before the last failure was counted, failed once: eight starts for eight callers, the
+def after(previous: Failure | None, error: ErrorBody, now: float, *, started: bool, began: float) -> Failure:
+    """The record of one more failure, of what ``began`` then. A blocking one, of what had not ``started``, is never
+    weakened by a crash. A start that its node took with it says nothing of the version, unless it happens to each. What
+    fails together, since it began before the last failure was counted, failed once: eight starts for eight callers, the
     instances of a node that died."""
-    attempts = 1
+    taken = previous.taken if previous is not None else 0
+    taken += not started and error.code == InstanceLost.code and (previous is None or began >= previous.at)
+    blocking = not started and blames(error, taken)
+    attempts = max(1, taken) if blocking else 1
     if previous is not None:
         if previous.blocking and not blocking and now < previous.until:
             return previous
@@ -30,7 +38,19 @@ def after(previous: Failure | None, error: ErrorBody, now: float, *, blocking: b
             if began < previous.at:
                 return previous
             attempts = previous.attempts + 1
-    return Failure(error=error, attempts=attempts, at=now, until=now + delay(attempts), blocking=blocking)
+    return Failure(error=error, attempts=attempts, at=now, until=now + delay(attempts), blocking=blocking, taken=taken)
+
+
+def blames(error: ErrorBody, taken: int) -> bool:
+    """Whether the end of a start, the ``taken``-th in a row of those that were, says something of its version."""
+    return error.code != InstanceLost.code or taken >= MOST_TAKEN
+
+
+def got_ready(previous: Failure | None) -> Failure | None:
+    """What is left of it when an instance gets ready: crashes of those that ran before."""
+    if previous is None or previous.blocking:
+        return None
+    return replace(previous, taken=0) if previous.taken else previous
 
 
 def active(failure: Failure | None, now: float, *, asked: bool) -> bool:

@@ -154,19 +154,17 @@ def settle(view: View, old: Instance, new: Instance, now: float) -> View:
         return view
     previous = view.failures.get(new.key)
     if new.state is InstanceState.READY:
-        return view.put_failure(new.key, None) if previous and previous.blocking else view
+        return view.put_failure(new.key, backoff.got_ready(previous))
     if new.stop is not None or new.state not in _BAD_ENDS:
         return view
     started = old.state not in STARTING
     error = new.record.error or _unnamed(new, started)
     if started and old.ready_at is not None and now - old.ready_at >= backoff.STABLE_S:
         previous = None
-    # A node that died took the start with it: that says nothing about the function.
-    blocking = not started and error.code != InstanceLost.code
     began = old.ready_at if started and old.ready_at is not None else old.placed
-    failure = backoff.after(previous, error, now, blocking=blocking, began=began)
+    failure = backoff.after(previous, error, now, started=started, began=began)
     view = view.put_failure(new.key, failure)
-    return _elsewhere(view, new, failure) if blocking else view
+    return view if started or not backoff.blames(error, failure.taken) else _elsewhere(view, new, failure)
 
 
 def _elsewhere(view: View, failed: Instance, failure: Failure) -> View:

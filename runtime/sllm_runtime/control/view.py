@@ -222,6 +222,8 @@ class Failure:
     at: float
     until: float
     blocking: bool
+    taken: int = 0
+    """Starts in a row that went with their node, or with a part of it; one that gets ready ends the row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,11 @@ class Bus:
         return self._client.is_connected
 
     @property
+    def heard(self) -> int:
+        """How often something came from the server, which may stand still, or be out of reach, while ``connected``."""
+        return self._client.heard
+
+    @property
     def max_payload(self) -> int:
         """Most bytes of one message, its headers included, by the server's own word."""
         return self._client.max_payload

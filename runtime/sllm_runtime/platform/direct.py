@@ -38,6 +38,8 @@ class DirectClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._listeners: dict[int, Listener] = {}
+        self.heard = 0
+        """Messages and answers to pings that came."""
 
     async def listen(self, subject: str, listener: Listener) -> NatsSubscription:
         """Call ``listener`` for each message as soon as it is parsed: nothing is queued for it, and nothing dropped.
@@ -74,11 +76,13 @@ class DirectClient(Client):
     async def _process_pong(self) -> None:
         """The answer to a ping that nobody waits for any more (a flush that was cancelled, or whose time was over) is
         taken like any other: nats-py would set a future that is done, fail, and never read again."""
+        self.heard += 1
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        self.heard += 1
         listener = self._listeners.get(sid)
         if listener is None:
             await super()._process_msg(sid, subject, reply, data, headers)

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
-from sllm_loaderd.client import LoaderSession
-from sllm_runtime.protocol.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, UnsupportedModel
+from sllm_runtime.protocol.errors import DeadlineExceeded, InstanceLost, InvalidRequest, ModelNotFound, UnsupportedModel
+from sllm_runtime.worker.arriving import Weights
 from sllm_runtime.worker.engine.base import AdapterTable
 from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.tensors import CheckpointTensors
@@ -136,11 +136,19 @@ class Adapters:
             del self._held[name], taken[name]
 
 
-def loader(session: LoaderSession, timeout_s: float) -> Load:
-    """Loads by ``session``, which has the rights to them."""
+def loader(model: Weights, timeout_s: float) -> Load:
+    """Loads by the session of ``model``, which has the rights to them. One whose loaderd has gone brings nothing more:
+    then it ``fails``."""
 
     def load(digest: str) -> Adapter:
-        coming = session.load(adapter=digest)
+        try:
+            return bring(digest)
+        except InstanceLost as error:
+            model.fail(error)
+            raise
+
+    def bring(digest: str) -> Adapter:
+        coming = model.session.load(adapter=digest)
         try:
             index, files = coming.index(timeout_s), coming.files(timeout_s)
             if index.adapter is None:

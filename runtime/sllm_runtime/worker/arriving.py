@@ -72,7 +72,7 @@ class Weights:
             while not self._all_there():
                 report(WEIGHTS, *self.progress)
         except SllmError as error:
-            self._failed(error)
+            self.fail(error)
             raise
         self.ended = self.ended or time.perf_counter()
 
@@ -91,7 +91,7 @@ class Weights:
         threading.Thread(target=self._watch, args=(report,), name="weights", daemon=True).start()
 
     def on_failure(self, call: Callable[[SllmError], None]) -> None:
-        """Call ``call`` once if the load fails, at once if it has."""
+        """Call ``call`` once when something of the model is not to be had, at once if that is so."""
         with self._lock:
             self._on_failure, error = call, self.error
         if error is not None:
@@ -122,7 +122,8 @@ class Weights:
         except SllmError:
             return  # whoever needs a byte hears of it, and so does ``on_failure``
 
-    def _failed(self, error: SllmError) -> None:
+    def fail(self, error: SllmError) -> None:
+        """Something of the model is not to be had, now or later: whoever asked for ``on_failure`` is told, once."""
         with self._lock:
             first, self.error = self.error is None, self.error or error
             call = self._on_failure

@@ -185,8 +185,8 @@ class Worker:
                 proof=started.proof,
             )
         )
-        if started.coming is not None:
-            started.coming.on_failure(lambda error: self._tell(loop, error))
+        if started.model is not None:
+            started.model.on_failure(lambda error: self._tell(loop, error))
         grace_s = await self._stop
         if grace_s is None:
             return 0  # the invoker is gone
@@ -206,7 +206,7 @@ class Worker:
             started.run,
             on_loop=started.on_loop,
             resumable=assign.manifest.resumable,
-            late=started.coming.span if started.coming is not None else None,
+            late=started.model.span if started.model is not None and started.late else None,
         )
         handle = self._handle = started.handle
         if handle is not None:

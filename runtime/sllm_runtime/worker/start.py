@@ -80,8 +80,9 @@ class Started:
     """See ``Ready``."""
     spans: tuple[Span, ...] = ()
     """Of the stages that are over."""
-    coming: Weights | None = None
-    """What of the model is still on its way."""
+    model: Weights | None = None
+    """Its loads, which may still be on their way (``late``)."""
+    late: bool = False
 
 
 def confine(assign: Assign) -> Path:
@@ -156,7 +157,7 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
         stages.begin(WEIGHTS)
         handle = load_model(manifest, home, pending, module, stages.report, assign.proof, assign.proofs)
     if handle is not None and pending is not None:
-        load = adapters.loader(pending.session, manifest.startup_timeout)
+        load = adapters.loader(pending, manifest.startup_timeout)
         room = manifest.memory // adapters.SHARE
         handle.adapters = adapters.Adapters(assign.adapters, load, room, manifest.startup_timeout)
     capabilities: tuple[str, ...] = ()
@@ -183,7 +184,8 @@ async def _start(assign: Assign, fds: list[int], stages: Stages) -> Started:
         capabilities,
         proof,
         spans=stages.told(weights),
-        coming=None if weights else pending,
+        model=pending,
+        late=pending is not None and not weights,
     )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -141,10 +142,10 @@ async def test_one_that_may_have_been_taken_is_not_run_again_by_accident(
     monkeypatch.setattr(link, "OPEN_TRY_S", 0.2)
     opened, asks = ScriptedNode._open, link.Link.open
 
-    async def ask(self: link.Link, node: str, request: Open) -> Opened:
+    async def ask(self: link.Link, node: str, request: Open, *before: Any) -> Opened:
         soon = request.head.instance == "i1" and not gone
         monkeypatch.setattr(limits, "RPC_TIMEOUT_S", 0.4 if soon else GIVE_UP_S)
-        return await asks(self, node, request)
+        return await asks(self, node, request, *before)
 
     async def unheard(node: ScriptedNode, request: Open) -> Opened:
         answer = await opened(node, request)

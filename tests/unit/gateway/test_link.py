@@ -3,10 +3,14 @@
 import asyncio
 from typing import Any, cast
 
+import pytest
+
 from sllm_gateway.link import Link
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.outbox import encode
-from sllm_runtime.protocol.frames import Ack, Feed
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.frames import Ack, Feed, Open, Opened
 from sllm_runtime.protocol.limits import MOST_IDS
 from sllm_runtime.protocol.subjects import node_calls
 
@@ -29,3 +33,40 @@ async def test_what_no_message_holds_keeps_nothing_from_other_nodes() -> None:
     link.send("n2", Ack("call-2", 1, 1, 0))
     await asyncio.sleep(0)
     assert sent.subjects == [node_calls("n2", "g1")]
+
+
+class Away:
+    """A bus whose server comes back while somebody waits to ask, and breaks off once more then."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        self.connected = False
+
+    def back(self) -> None:
+        self.connected = True
+        self.happened.append("back")
+
+    async def call(self, subject: str, request: Open, reply: type, *, timeout_s: float) -> Opened:
+        self.happened.append("asked")
+        if self.happened.count("asked") == 1:
+            self.connected = False
+            asyncio.get_running_loop().call_soon(self.back)
+            raise Unavailable("the connection broke")
+        return Opened(status="accepted")
+
+
+async def test_nothing_is_asked_without_a_connection_nor_after_it_before_it_is_known_to_be_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would come to the node late, when another gateway has the call."""
+    monkeypatch.setattr(limits, "RESEND_AFTER_S", 0.01)
+    bus = Away()
+    link = Link(cast(Bus, bus), "g1", lambda: 0.0)
+
+    async def before() -> None:
+        bus.happened.append("known")
+
+    asyncio.get_running_loop().call_later(0.05, bus.back)
+    opened = await link.open("n1", cast(Open, None), before)
+    assert opened.status == "accepted"
+    assert bus.happened == ["back", "known", "asked", "back", "known", "asked"]

@@ -1435,8 +1435,8 @@ async def test_one_whose_answer_is_lost_draws_along(nats: Nats, monkeypatch: pyt
     """It has the call, as its frames say; whether it rests is not known."""
     ask = Link.open
 
-    async def lost(self: Link, node: str, request: Open) -> Opened:
-        opened = await ask(self, node, request)
+    async def lost(self: Link, node: str, request: Open, *before: Any) -> Opened:
+        opened = await ask(self, node, request, *before)
         if request.head.instance == "i2":
             await until(lambda: s.acked("i2"))
             raise DeadlineExceeded("no answer")
@@ -1456,8 +1456,8 @@ async def test_a_call_that_its_source_has_not_taken_yet_is_not_moved(
     """It may be refused there, and go back to the queue."""
     ask, answers = Link.open, asyncio.Event()
 
-    async def late(self: Link, node: str, request: Open) -> Opened:
-        opened = await ask(self, node, request)
+    async def late(self: Link, node: str, request: Open, *before: Any) -> Opened:
+        opened = await ask(self, node, request, *before)
         if request.head.instance == "i1":
             await answers.wait()
         return opened
@@ -1662,11 +1662,11 @@ async def test_the_source_dies_before_its_destination_has_taken_the_call(
     """It is resumed as after any other death: that one may refuse it."""
     ask, answers = Link.open, asyncio.Event()
 
-    async def late(self: Link, node: str, request: Open) -> Opened:
+    async def late(self: Link, node: str, request: Open, *before: Any) -> Opened:
         if request.head.epoch == 2:
             await answers.wait()
             return Opened(status="busy")
-        return await ask(self, node, request)
+        return await ask(self, node, request, *before)
 
     monkeypatch.setattr(Link, "open", late)
     async with scene(nats) as s, s.reading() as call, asyncio.timeout(GIVE_UP_S):

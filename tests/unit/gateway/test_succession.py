@@ -57,6 +57,7 @@ from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM, LIVES_STREAM, call_entries, life_beat
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.heir import REACHED
 from tests.unit.gateway.peer import Run, entry, manifest, second, world
@@ -1061,17 +1062,32 @@ async def test_a_gateway_that_stood_still_takes_no_call_before_it_knows_that_it_
         await asyncio.wait_for(knows(), 1.0)
 
 
-async def test_a_gateway_without_nats_takes_calls_and_does_not_know_that_it_lives_until_a_beat(nats: Nats) -> None:
+@pytest.mark.parametrize("killed", [True, False])
+async def test_a_gateway_without_nats_takes_calls_and_does_not_know_that_it_lives_until_a_beat(
+    nats: Nats, killed: bool
+) -> None:
+    """Killed, or standing still, of which nobody hears for long."""
     w, now = await two(nats), [100.0]
     lives = Lives(w.a._bus, w.a._stored, GATEWAY, os.urandom, lambda: now[0])
+
+    def time_passes() -> None:
+        for _ in range(5):
+            now[0] += STILL_S / 2
+            lives.turn()
+
     await lives.beat()
-    await nats.kill()
-    await until(lambda: not w.a._bus.connected)
-    for _ in range(5):
-        now[0] += STILL_S / 2
-        lives.turn()
-    await nats.start()
-    await until(lambda: w.a._bus.connected)
+    if killed:
+        await nats.kill()
+        await until(lambda: not w.a._bus.connected)
+        time_passes()
+        await nats.start()
+        await until(lambda: w.a._bus.connected)
+    else:
+        assert nats.server.child is not None
+        with suspended(nats.server.child.pid):
+            time_passes()
+            assert w.a._bus.connected
+        await w.a._bus.flush()
     await asyncio.wait_for(lives.recorded(), 1.0)
     knowing = asyncio.create_task(lives.sure())
     await asyncio.sleep(0)
@@ -1092,9 +1108,9 @@ async def test_no_instance_is_asked_before_a_gateway_that_was_away_knows_that_it
         await knows.wait()
         await beat(self, over=over)
 
-    async def asking(self: Link, node: str, opened: Open) -> Opened:
+    async def asking(self: Link, node: str, opened: Open, *before: Any) -> Opened:
         asked_for.append(opened.head.call)
-        return await link_open(self, node, opened)
+        return await link_open(self, node, opened, *before)
 
     async def waits(run: Run) -> None:
         await gate.wait()

@@ -47,9 +47,6 @@ class Parts:
         self.happened.append(f"granted {name}")
         return os.open("/dev/null", os.O_RDONLY)
 
-    async def left(self, name: str) -> bool:
-        return False
-
     async def gone(self, name: str) -> None:
         self.happened.append(f"gone {name}")
 

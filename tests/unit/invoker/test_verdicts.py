@@ -1,16 +1,10 @@
 """What those who wait for an instance are told when it does not get on."""
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 
 from sllm_invoker import verdicts
-from sllm_invoker.instance import Instance
 from sllm_invoker.sandbox import Exit
-from sllm_invoker.surroundings import Surroundings
 from sllm_invoker.verdicts import Verdict
-from sllm_runtime.protocol.errors import CorruptCheckpoint, SllmError, Unavailable
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import order
 
@@ -37,30 +31,6 @@ def test_who_has_used_up_its_memory_is_told_so(verdict: Verdict, state: str, cod
     assert verdict.error.stage == ("import" if state == "FAILED" else None)
     assert all(each in verdict.error.message for each in words)
     assert ("Raise `memory` of the function" in verdict.error.message) is (verdict in (SHORT, SHORT_AT_START))
-
-
-@pytest.mark.parametrize(
-    ("error", "gone", "code"),
-    [
-        (Unavailable("the node's loaderd does not answer: broken pipe", stage="weights"), "2", "instance_lost"),
-        (Unavailable("the store does not answer", stage="weights"), "", "unavailable"),
-        (CorruptCheckpoint("not what it was", stage="weights"), "2", "corrupt_checkpoint"),
-    ],
-)
-async def test_a_start_whose_loaderd_went_away_says_nothing_of_its_function(
-    error: SllmError, gone: str, code: str
-) -> None:
-    """Callers would get that error, and wait for a back-off, though any other start would succeed."""
-    asked = order(parallelism={"pipeline": 3})
-
-    async def left(holder: str) -> bool:
-        return bool(gone) and holder == f"{asked.instance}.{gone}"
-
-    around = SimpleNamespace(suppliers=SimpleNamespace(weights=SimpleNamespace(left=left)), clock=lambda: 0.0)
-    instance = Instance(asked, cast(Surroundings, cast(Any, around)))
-    verdict = await instance._cause(verdicts.failed(error, "weights"))
-    assert verdict.error is not None
-    assert (verdict.state, verdict.error.code, verdict.error.stage) == (InstanceState.FAILED, code, "weights")
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ from sllm_runtime.protocol.errors import (
     Conflict,
     CorruptCheckpoint,
     DigestMismatch,
+    InstanceLost,
     InvalidCheckpoint,
     ModelNotFound,
     PoolExhausted,
-    ProtocolError,
     Unavailable,
 )
 from sllm_runtime.protocol.loader import MOST_REQUESTS, Answer, Granted, Hello, Load
@@ -635,7 +635,7 @@ async def test_kill_9_in_mid_use(tmp_path: Path, checkpoint: Path) -> None:
             for name, tensor in tensors.items():  # what is mapped stays
                 assert bool((tensor == before[name]).all())
             load.wait_all(0.1)
-            with pytest.raises(Unavailable):
+            with pytest.raises(InstanceLost):
                 await asyncio.to_thread(opened.load().wait_all, WAIT)
             load.detach()
     async with loaderd(tmp_path) as again:
@@ -692,5 +692,5 @@ async def test_waits_have_deadlines(daemon: LoaderProcess, checkpoint: Path) -> 
     with pytest.raises(Unavailable, match="cannot be reached"):
         await LoaderControl(daemon.data / "no.sock").open()
     ours, theirs = socket.socketpair()
-    with ours, pytest.raises((Unavailable, ProtocolError)):
+    with ours, pytest.raises(InstanceLost, match="does not answer"):
         await asyncio.to_thread(lambda: LoaderSession(theirs.detach(), timeout=0.05))

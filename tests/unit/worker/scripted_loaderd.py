@@ -120,10 +120,14 @@ class ScriptedLoaderd:
         self._thread.join(_DEADLINE_S)
         self._send(Failed(request=self._parts[rank].request, error=error.body()))
 
-    def close(self) -> None:
-        """Hang up."""
+    def hang_up(self) -> None:
+        """It is gone. Repeatable."""
         self._thread.join(_DEADLINE_S)
         self._wire.close()
+
+    def close(self) -> None:
+        """Hang up, and give back the memory."""
+        self.hang_up()
         for part in self._parts:
             os.close(part.fd)
 

@@ -6,12 +6,22 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 import torch
 
-from sllm_runtime.protocol.errors import CorruptCheckpoint, DeadlineExceeded, InvalidRequest, ModelNotFound
-from sllm_runtime.worker.adapters import Adapters, Load
+from sllm_loaderd.client import LoaderSession
+from sllm_runtime.protocol.errors import (
+    CorruptCheckpoint,
+    DeadlineExceeded,
+    InstanceLost,
+    InvalidRequest,
+    ModelNotFound,
+    SllmError,
+)
+from sllm_runtime.worker.adapters import Adapters, Load, loader
+from sllm_runtime.worker.arriving import Weights
 from sllm_runtime.worker.engine.ours.adapter import Adapter, LowRank
 from sllm_runtime.worker.engine.ours.lora import Lora
 
@@ -179,3 +189,21 @@ async def test_what_is_not_there_is_refused() -> None:
             pass
     with pytest.raises(ModelNotFound, match="none"):
         await use(Adapters.none(), table(), "a")
+
+
+@pytest.mark.parametrize(("error", "told"), [(InstanceLost("loaderd is gone"), 1), (CorruptCheckpoint("spoilt"), 0)])
+async def test_an_instance_whose_loaderd_has_gone_brings_no_more_adapters_and_ends(error: SllmError, told: int) -> None:
+    """Else it would be there, and refuse each call that names one that it lacks."""
+
+    class Session:
+        def load(self, *, adapter: str) -> None:
+            raise error
+
+    failures = list[SllmError]()
+    model = Weights(cast(LoaderSession, Session()), [], 0.0, DEADLINE_S)
+    model.on_failure(failures.append)
+    kept = adapters(loader(model, DEADLINE_S))
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            await use(kept, table(), "a")
+    assert failures == [error] * told

@@ -127,6 +127,25 @@ def test_it_is_ready_before_any_of_its_partitions(
         loaderd.close()
 
 
+def test_a_loaderd_that_goes_away_takes_the_instance_along_and_no_call(
+    proof: tuple[str, list[Any]], zygote: Zygote, loaderd: ScriptedLoaderd, tmp_path: Path
+) -> None:
+    """Not a token of it was told: it goes on where there is a loaderd, so nothing is said to its caller."""
+    worker = zygote.spawn()
+    try:
+        worker.start(MADE, SOURCE, workdir=tmp_path / "w", session=loaderd.session, proof=proof[0])
+        call = worker.call({"prompt": "def f"})
+        loaderd.land(0)
+        loaderd.hang_up()
+        worker.until(lambda: worker.failed is not None)
+        assert worker.failed is not None
+        assert (worker.failed.error.code, worker.failed.error.stage) == ("instance_lost", WEIGHTS)
+        assert worker.answers[call].end is None
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
+
+
 def test_weights_that_break_off_fail_the_call_and_end_the_instance(
     proof: tuple[str, list[Any]], zygote: Zygote, loaderd: ScriptedLoaderd, tmp_path: Path
 ) -> None:

@@ -228,7 +228,7 @@ def test_weights_that_do_not_come_fail_the_step_and_a_later_one_goes_on() -> Non
     source = Slow(made.count)
     for event in source.here:
         event.set()
-    source.error = Unavailable("the node's loaderd is gone")
+    source.error = Unavailable("the store is away")
     made.arrival = source
     core = OurEngine(made, frozenset(), EXACT, MIB)
     core.add(request(1))
@@ -243,14 +243,14 @@ def test_who_waits_for_weights_that_do_not_come_hears_why() -> None:
     source = Slow(made.count)
     for event in source.here:
         event.set()
-    source.error = Unavailable("the node's loaderd is gone")
+    source.error = Unavailable("the store is away")
     made.arrival = source
     loop = EngineLoop(OurEngine(made, frozenset(), EXACT, MIB), Letters())
     loop.start()
     try:
         sink = ThreadSink()
         loop.submit(request(), sink)
-        with pytest.raises(Unavailable, match="loaderd is gone"):
+        with pytest.raises(Unavailable, match="store is away"):
             list(sink)
         source.error = None
         sink = ThreadSink()
