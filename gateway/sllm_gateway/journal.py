@@ -178,7 +178,7 @@ class Journal:
         asked for something else, ``StoreFull`` where there is no room for more keys."""
         await self._room.require(KEYS_STREAM, 0, FOR_ENDS)
         free = Last(KEYS_STREAM, key_claim(key), 0)
-        for _ in range(2):
+        for _ in range(3):
             try:
                 await self._stored.write(key_claim(key), mine, keep_s=CLAIMED_S, where=free)
                 return mine
@@ -187,6 +187,9 @@ class Journal:
             if there is None:  # its time ended just now
                 continue
             found = _claim_of(there[1])
+            if found.refused:
+                free = Last(KEYS_STREAM, key_claim(key), there[0])
+                continue
             if found.body != mine.body:
                 raise InvalidArgument(
                     "this Idempotency-Key was used for another request; use a new key", field="Idempotency-Key"

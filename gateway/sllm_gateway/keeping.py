@@ -45,6 +45,8 @@ from sllm_runtime.protocol.states import CallState
 
 _KEY: Final = re.compile(rb"[\x20-\x7e]{1,255}")
 _AGAIN_S: Final = 0.1
+_WRITTEN_S: Final = CLAIMED_S / 4
+"""A call that has just claimed its key is written within that time, or will not be."""
 _SELDOM: Final = 5
 """Of a call that runs it is asked every so many times what it waits for."""
 _JSON: Final = (b"content-type", b"application/json")
@@ -94,14 +96,13 @@ class Keeping:
     # --- beginning --------------------------------------------------------------------------------
     async def begin(self, scope: Scope, send: Send, order: Order, asked: CallOrder, wish: Wish) -> None:
         """Begin the call, or join the one that has its key; then 202, or its answer as ``order.stream`` says."""
-        claim = KeyClaim(call=asked.call, body=digest(order.body))
+        own = KeyClaim(call=asked.call, body=digest(order.body))
         if wish.key:
-            asked = msgspec.structs.replace(asked, key=wish.key, key_body=claim.body)
-            claim = await self._journal.claim(wish.key, claim)
-            scope["sllm.call"] = claim.call
-        if claim.call == asked.call:
+            asked = msgspec.structs.replace(asked, key=wish.key, key_body=own.body)
+        found = await self._joined(wish.key, own, scope) if wish.key else None
+        if found is None:
             await self._submit(order, asked)
-        found = await self._find(claim)
+            found = await self._find(own)
         if wish.durable:
             await self._accepted(found, send)
         elif order.stream:
@@ -115,13 +116,29 @@ class Keeping:
         except SllmError:
             if asked.key:  # nothing was begun: the same key may try again
                 with contextlib.suppress(Conflict):
-                    await self._journal.hold(asked.key, asked.claim, 1.0)
+                    await self._journal.hold(asked.key, msgspec.structs.replace(asked.claim, refused=True), 1.0)
             raise
 
-    async def _find(self, claim: KeyClaim) -> CallOrder:
-        """What was asked. One whose key was claimed just now is written in a moment. Raises ``Unavailable``, and
-        ``JournalExpired`` for one that was written: whoever called again would have it run twice."""
-        deadline = self._clock() + CLAIMED_S / 4
+    async def _joined(self, key: str, own: KeyClaim, scope: Scope) -> CallOrder | None:
+        """The call that has the key; None: ``own`` has it now, and is to be begun. One that claimed it just now is
+        written in a moment, or refused. Raises as ``_find``."""
+        deadline = self._clock() + _WRITTEN_S
+        while True:
+            claim = await self._journal.claim(key, own)
+            scope["sllm.call"] = claim.call
+            if claim.call == own.call:
+                return None
+            try:
+                return await self._find(claim, within_s=0.0)
+            except Unavailable:
+                if self._clock() > deadline:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _find(self, claim: KeyClaim, within_s: float = _WRITTEN_S) -> CallOrder:
+        """What was asked. Raises ``Unavailable``, and ``JournalExpired`` for one that was written: whoever called again
+        would have it run twice."""
+        deadline = self._clock() + within_s
         while True:
             try:
                 return (await self._journal.find(claim.call))[1]

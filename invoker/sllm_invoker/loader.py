@@ -102,7 +102,7 @@ class Loader:
                 self._control, self.status = None, None
                 await control.close()
             self._on_change()
-            await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S)) - 1])
+            await asyncio.sleep(RETRY_S[min(max(failures, 1), len(RETRY_S)) - 1])
 
     async def _bring_back(self, control: LoaderControl) -> None:
         """What an earlier loaderd handed out, before anything else is asked for: it is memory that is in use."""

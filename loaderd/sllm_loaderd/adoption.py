@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.files import chunk_digest
+from sllm_loaderd.opening import finished
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.residency import Residency
 from sllm_loaderd.store import StoredModel
@@ -70,12 +71,7 @@ def _take(request: Adopt, fds: Sequence[int], pool: ChunkPool) -> tuple[Numbered
 
 async def _checked(chunks: Numbered, partition: int, model: StoredModel) -> dict[int, Chunk]:
     """Those whose bytes are what the index says. Cancelled, it ends only when nobody reads them any more."""
-    checking = asyncio.ensure_future(asyncio.to_thread(_matching, chunks, partition, model))
-    try:
-        return await asyncio.shield(checking)
-    except asyncio.CancelledError:
-        await asyncio.wait([checking])
-        raise
+    return await finished(lambda: _matching(chunks, partition, model))
 
 
 def _matching(chunks: Numbered, partition: int, model: StoredModel) -> dict[int, Chunk]:

@@ -5,7 +5,6 @@ Other memory is counted, so that the device is not promised twice, until the san
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from sllm_loaderd.device_resident import DeviceResident
 from sllm_loaderd.device_stage import DeviceStage
 from sllm_loaderd.devices import Allocation, Device
 from sllm_loaderd.files import chunk_digest
+from sllm_loaderd.opening import finished
 from sllm_loaderd.resident import Resident
 from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import chunk_count
@@ -74,7 +74,7 @@ async def adopt_device(
     allocation = device.adopt(fd, request.nbytes, request.size)
     whole = False
     try:
-        whole = model is not None and await asyncio.to_thread(_right, allocation, model, request.partition)
+        whole = model is not None and await finished(lambda: _right(allocation, model, request.partition))
     finally:  # cancelled while it is looked at, it counts all the same: its sandboxes have it
         if not whole:
             counted.add(request.id, allocation, request.holders)

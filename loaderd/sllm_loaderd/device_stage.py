@@ -99,6 +99,7 @@ class DeviceStage:
     def cancel(self, part: DeviceResident, job: LoadJob) -> None:
         """Nobody waits for ``job`` any more: drop what no other job wants. What is on the device stays."""
         if job not in part.jobs:
+            self._settle(part)  # it had yet to start: what was to feed it ends here
             return
         part.jobs.remove(job)
         wanted = {number for other in part.jobs for number in other.lacking}

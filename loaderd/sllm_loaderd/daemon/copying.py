@@ -56,6 +56,8 @@ class Copying:
             self.running.discard(digest)
 
     def _there(self, model: StoredModel, rank: int) -> bool:
+        if model.index.partitions[rank].nbytes == 0:
+            return True
         whole = model.checkpoint.directory / partition_name(rank)
         return whole.exists() or self._service.store.ssd.holds(model.checkpoint.digest, rank)
 

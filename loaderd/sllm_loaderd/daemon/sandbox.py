@@ -202,7 +202,7 @@ class SandboxConnection:
         self._loads[number] = loading
         try:
             self._send_memory(number, loading)
-        except OSError:
+        except (OSError, SllmError):  # no descriptor is left, or the device's driver gives none
             self._forget(number)
             raise
         loading.start()

@@ -20,7 +20,7 @@ from sllm_loaderd.held import Held
 from sllm_loaderd.huge_pages import have_huge_pages
 from sllm_loaderd.load_job import plan_job
 from sllm_loaderd.loading import DeviceLoad, Loading, MemoryLoad
-from sllm_loaderd.opening import opened
+from sllm_loaderd.opening import finished, opened
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.server import open_peer_server
@@ -277,6 +277,10 @@ class LoaderService:
         sources: list[ChunkSource] = []
         if self.residency.lacks(model, rank, [number for number in job.chunks if number not in there]):
             sources = await opened(lambda: self.settings.pipeline.open_sources(model, rank), close_all)
+        if self._open.get(request.model) is not model and model not in self._superseded:
+            # It was deleted meanwhile, or too many others were opened: the number of its descriptor may be another's.
+            await finished(lambda: close_all(sources))
+            return await self.load(request, holder, ready=ready, progress=progress, done=done, failed=failed)
         if device is not None:
             return DeviceLoad(model, rank, job, self.stage, self.stage.load(model, rank, device, holder, sources))
         load = MemoryLoad(model, rank, job, self.residency, self.residency.load(model, rank, job, sources, turn))

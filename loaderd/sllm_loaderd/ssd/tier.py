@@ -240,7 +240,11 @@ class SsdDirectory:
             if not whole:
                 return
             used_at = self._used(partial)
-            os.rename(partial, self._path(key))
+            try:
+                os.rename(partial, self._path(key))
+            except OSError:  # a full disk may have no room for its name
+                _unlink([partial])
+                raise
             self._ledger.copies[key] = Copy(key, nbytes, used_at)
         sync_directory(self._directory)
 

@@ -125,11 +125,13 @@ def entry_name(kind: type[Entry], number: int | None = None) -> str:
 
 class KeyClaim(Record, frozen=True, kw_only=True):
     """The call that an ``Idempotency-Key`` stands for. ``body``: BLAKE2b of what was asked. ``begun``: its order was
-    written, so it may have run, whatever is left of it (an earlier release does not say so)."""
+    written, so it may have run, whatever is left of it (an earlier release does not say so). ``refused``: it never will
+    be, and whoever asks next has the key."""
 
     call: str
     body: bytes
     begun: bool = False
+    refused: bool = False
 
 
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True):

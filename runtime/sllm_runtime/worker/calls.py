@@ -150,9 +150,12 @@ class Calls:
         error = ErrorBody(code=message.code, message=message.reason or "the call was cancelled").to_error()
         if call.fed.leaves:
             self._moved_at = asyncio.get_running_loop().time()
-        call.cancel(error.body())
-        if call.task is None:
-            self._finish(call, error.body())
+        self._end(call, error.body())
+
+    def _end(self, call: Call, error: ErrorBody) -> None:
+        call.cancel(error)
+        if call.task is None:  # its body is not whole: nothing of it runs
+            self._finish(call, error)
 
     async def drain(self, grace_s: float) -> None:
         """Take no more calls; wait up to ``grace_s`` for those that run, then cancel them."""
@@ -166,7 +169,7 @@ class Calls:
 
     async def _give_up(self) -> None:
         for call in list(self._running.values()):
-            call.cancel(Cancelled("the instance is stopping").body())
+            self._end(call, Cancelled("the instance is stopping").body())
         try:
             async with asyncio.timeout(_CANCEL_S):
                 await self._idle.wait()

@@ -79,18 +79,22 @@ class Outgoing:
     async def asend(self, kind: FrameKind, data: bytes, deadline_s: float) -> None:
         """``send`` for coroutines."""
         for part, more in _parts(data):
-            if not self._may(part):
-                await self._credit(part, deadline_s)
+            room = self._may(part) or await self._credit(part, deadline_s)
             with self._lock:
-                self._push(kind, part, more, True)
+                self._push(kind, part, more, room)
             if self._sender.go():
                 await self._sender.turn()
 
-    async def _credit(self, part: bytes, deadline_s: float) -> None:
-        async with asyncio.timeout(deadline_s):
-            while not self._may(part):
-                self._waiter.clear()
-                await self._waiter.wait()
+    async def _credit(self, part: bytes, deadline_s: float) -> bool:
+        """Whether there is room for it in time."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self._may(part):
+                    self._waiter.clear()
+                    await self._waiter.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def try_send(self, kind: FrameKind, data: bytes) -> bool:
         """Send a small value if there is credit for it now. From any thread, also the loop's."""

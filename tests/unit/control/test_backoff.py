@@ -116,3 +116,40 @@ def test_an_instance_that_works_counts_by_the_time_however_often_it_is_counted()
     started = dict(world.view.learned.starts)
     counted = [sum(starts(world.view, started, world.now, WORKED_S / 60).values()) for _ in range(60)]
     assert sum(counted) == pytest.approx(1.0)
+
+
+def test_an_instance_that_is_idle_counts_for_nothing() -> None:
+    world = World(FakeNode("n1", cpu=8.0, gpus=0))
+    world.hear_all()
+    view = deployed(world.view, manifest("chat", keep_alive=600))
+    world.view = replace(view, versions={CHAT: msgspec.structs.replace(view.versions[CHAT], model="sha256:m")})
+    world.wait_for(CHAT, 1)
+    world.plan()
+    (name,) = world.live(CHAT)
+    world.hear_all()
+    world.finish(name, InstanceState.READY)
+    world.wait_for(CHAT, 0)
+    before = dict(world.view.learned.starts)
+    world.turn(WORKED_S + 1.0)
+    assert world.live(CHAT) == [name]
+    assert starts(world.view, before, world.now, WORKED_S) == {}
+
+
+def test_what_fails_for_ever_is_left_alone_for_a_minute_at_most() -> None:
+    failure: Failure | None = None
+    now, waits = 10.0, list[float]()
+    for _ in range(9):
+        failure = failed(failure, now, now)
+        waits.append(failure.until - now)
+        now = failure.until
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    assert backoff.delay(10_000) == 60.0
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "told"), [("node_not_found", 404, "start_failed"), ("out_of_memory", 503, "out_of_memory")]
+)
+def test_callers_are_told_to_come_again_whatever_it_failed_of(code: str, status: int, told: str) -> None:
+    error = msgspec.structs.replace(ERROR, code=code, status=status)
+    found = backoff.for_caller(Failure(error=error, attempts=1, at=10.0, until=11.0, blocking=True), 10.25)
+    assert (found.code, found.status, found.retry_after_s) == (told, 503, 0.75)

@@ -13,12 +13,14 @@ from sllm_runtime.control.changes import Write, decided
 from sllm_runtime.control.events import events
 from sllm_runtime.control.migration import PLACE_S, so_far
 from sllm_runtime.control.plan import SendStop
+from sllm_runtime.control.providing.pool import Pool
 from sllm_runtime.control.scheduling.learned import EVERY_NODE
 from sllm_runtime.control.scheduling.policies import POLICIES
 from sllm_runtime.control.view import Claim, Node
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import Conflict, NodeNotFound, Unavailable
 from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.records import PoolRecord
 from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.unit.control.test_migration import CHAT, entries, ready, running, works
 from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest
@@ -240,6 +242,9 @@ def test_only_a_node_that_has_gone_is_forgotten() -> None:
     assert source not in world.view.instances
     known = world.view.learned.served("n1", 1e9).served("n2", 2e9)
     world.view = replace(world.view, learned=known)
+    theirs = replace(world.view, pool=Pool(record=PoolRecord(members=("n1",))))
+    with pytest.raises(Conflict, match="n1 is its provider's"):
+        draining.forget(theirs, "n1", world.now)
     after = draining.forget(world.view, "n1", world.now)
     assert list(after.nodes) == ["n2"]
     assert after.learned.disk.keys() == {"n2", EVERY_NODE}, "another machine may have its name next"

@@ -253,15 +253,18 @@ def test_a_destination_does_not_make_room_for_another_function() -> None:
     assert world.view.instances[destination].ready
 
 
-def test_a_destination_does_not_go_where_there_are_more_than_there_may_be() -> None:
+@pytest.mark.parametrize("younger", [True, False])
+def test_a_destination_does_not_go_where_there_are_more_than_there_may_be(younger: bool) -> None:
+    """Nor what it relieves."""
     world, source = running(max_instances=1, cpu=1.0)
     there, node = world.view.instances[source], world.nodes["n1"]
     node.instances["twin"] = msgspec.structs.replace(node.instances[source], instance="twin")
     world.view = world.view.put_instance(replace(there, record=msgspec.structs.replace(there.record, instance="twin")))
-    ask(world, source, "n2")
+    relieved = "twin" if younger else source
+    ask(world, relieved, "n2")
     world.plan()
     (destination,) = world.view.destinations
-    assert set(world.live(CHAT)) == {source, destination}
+    assert set(world.live(CHAT)) == {relieved, destination}
 
 
 @pytest.mark.parametrize("when", [MigrationState.PREPARING, MigrationState.MOVING])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sllm_runtime.control.patience import LINGER_S, waited
+from sllm_runtime.control.instances import stop
+from sllm_runtime.control.patience import LINGER_S, NODES, waited
 from sllm_runtime.control.placement import Request
 from sllm_runtime.control.turns import Turns
-from sllm_runtime.control.view import Key, PutOff, View, Waited
+from sllm_runtime.control.view import CARRIES, Key, PutOff, View, Waited
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.examples import examples
 from tests.unit.control.world import FakeNode, World, deployed, manifest
@@ -23,24 +25,26 @@ def world(*nodes: FakeNode) -> World:
     return made
 
 
-def running(made: World, name: str, **fields: object) -> str:
+def running(made: World, name: str, capabilities: tuple[str, ...] = (), /, **fields: object) -> str:
     """Deploys a function and has one instance of it at work."""
     made.view = deployed(made.view, manifest(name, **fields))
     made.wait_for((name, 1), 1)
     made.plan()
     made.hear_all()
     (instance,) = made.live((name, 1))
-    made.finish(instance, InstanceState.READY)
     node = made.nodes[made.view.instances[instance].record.node]
+    node.set(instance, InstanceState.READY, capabilities=capabilities)
+    made.hear(node.name)
     node.set(instance, InstanceState.READY, running=1)
     made.hear(node.name)
     made.wait_for((name, 1), 0)
     return instance
 
 
-def busy_cluster() -> World:
-    """Two nodes with one accelerator each, both at work on calls that may take 20 s."""
-    made = world(FakeNode("n1", 4.0, 1), FakeNode("n2", 4.0, 1))
+def busy_cluster(more: int = 0) -> World:
+    """Two nodes with one accelerator each, both at work on calls that may take 20 s, and so many ``more`` without
+    any."""
+    made = world(*(FakeNode(f"n{number}", 4.0, int(number < 3)) for number in range(1, 3 + more)))
     for name in ("a", "b"):
         running(made, name, gpu="L4", timeout=20)
     made.view = deployed(made.view, manifest("late", gpu="L4"))
@@ -125,14 +129,16 @@ def test_a_plan_looks_for_one_place_to_keep_and_the_next_one_follows() -> None:
         assert made.more is (number < 3)
 
 
-def test_what_is_looked_for_to_be_kept_is_a_turn_of_its_version() -> None:
-    made = busy_cluster()
+@pytest.mark.parametrize(("nodes", "turns_taken"), [(2, 1), (2 * NODES, 3)])
+def test_what_is_looked_for_to_be_kept_is_a_turn_of_its_version(nodes: int, turns_taken: int) -> None:
+    """On many nodes it takes as long as several."""
+    made = busy_cluster(nodes - 2)
     made.turn(1.0)
     late, since = made.view.versions[("late", 1)], made.now - 30.0
     view = replace(made.view, put_off={("late", 1): PutOff(since, made.now, waits=(Waited(since, made.now),))})
-    turns: Turns[Key] = Turns(View(), frozenset(), most=2, first=0)
+    turns: Turns[Key] = Turns(View(), frozenset(), most=turns_taken + 1, first=0)
     assert waited(view, Request(("late", 1), late.manifest), 1, made.now, turns).kept
-    assert turns.places(("other", 1)) == 1, "of two"
+    assert turns.places(("other", 1)) == 1
 
 
 def test_no_version_has_more_than_half_of_the_nodes_kept_at_once() -> None:
@@ -148,6 +154,13 @@ def test_no_version_has_more_than_half_of_the_nodes_kept_at_once() -> None:
     made.turn(0.5)
     assert len(made.live(("late", 1))) == 1
     assert (len(made.view.kept), stopped(made, [name for name in names if name != first])) == (3, 3)
+
+
+def test_of_an_even_number_of_nodes_half_are_kept() -> None:
+    made, names = full(4)
+    made.wait_for(("late", 1), 4)
+    made.turn(21.0)
+    assert (len(made.view.kept), stopped(made, names)) == (2, 2)
 
 
 def test_one_large_instance_makes_room_for_several_and_no_node_is_chosen_for_what_it_cannot_give() -> None:
@@ -169,6 +182,42 @@ def test_what_is_more_urgent_ends_last() -> None:
     made.wait_for(("late", 1), 1)
     made.turn(21.0)
     assert [*made.view.kept] == [node[names[1]]], "though it has more calls"
+
+
+def test_of_those_on_one_node_the_more_urgent_stays() -> None:
+    made = world(FakeNode("n1", 4.0, 2))
+    names = [running(made, name, gpu="L4", timeout=20, priority=priority) for name, priority in (("a", 1), ("b", 0))]
+    made.nodes["n1"].set(names[1], InstanceState.READY, running=5)
+    made.view = deployed(made.view, manifest("late", gpu="L4"))
+    made.wait_for(("late", 1), 1)
+    made.turn(21.0)
+    assert [name for name in names if made.view.instances[name].stop is not None] == names[1:], "with more calls"
+
+
+def test_where_one_ends_in_any_case_no_other_is_ended() -> None:
+    made = world(FakeNode("n1", 4.0, 1), FakeNode("n2", 4.0, 1))
+    leaving, other = (running(made, name, gpu="L4", timeout=20) for name in "ab")
+    node = made.view.instances[leaving].record.node
+    made.nodes[node].set(leaving, InstanceState.READY, running=5)
+    made.hear(node)
+    made.view = stop(made.view, made.view.instances[leaving], "it is to end", 300.0)
+    made.view = deployed(made.view, manifest("late", gpu="L4"))
+    made.wait_for(("late", 1), 1)
+    made.turn(21.0)
+    assert made.view.kept == {node: ("late", 1)}, "however many calls that has"
+    assert made.view.instances[other].stop is None
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_a_call_that_outlives_the_grace_goes_on_elsewhere_if_it_can(carries: bool) -> None:
+    made = world(FakeNode("n1", 4.0, 1))
+    name = running(made, "a", (CARRIES,), gpu="L4", timeout=20, engine=True, model="/a", resumable=carries)
+    made.view = deployed(made.view, manifest("late", gpu="L4"))
+    made.wait_for(("late", 1), 1)
+    made.turn(21.0)
+    end = made.view.instances[name].stop
+    assert end is not None
+    assert end.resume is carries
 
 
 def test_nothing_ends_where_another_node_has_room() -> None:

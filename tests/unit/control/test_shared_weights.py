@@ -127,11 +127,11 @@ def test_a_model_is_given_back_by_the_last_that_uses_it() -> None:
     assert sorted(each.instance for each in stops) == sorted(both)
 
 
-@pytest.mark.parametrize(("name", "stopped"), [("mini", 2), ("also", 1)])
-def test_what_works_is_stopped_together_where_only_that_gives_the_model_back(name: str, stopped: int) -> None:
-    world = Shared(Sharing("n1", 12), keep_alive=600.0)
+def at_work(memory: int, instances: int) -> Shared:
+    """A node of so many GiB with instances of ``chat`` at work on calls that could go on elsewhere."""
+    world = Shared(Sharing("n1", memory), keep_alive=600.0)
     world.policy = Preemption()
-    for instance in world.began("chat", 2):
+    for instance in world.began("chat", instances):
         node = world.nodes["n1"]
         node.set(instance, InstanceState.READY, running=1)
         node.instances[instance] = msgspec.structs.replace(node.instances[instance], capabilities=(CARRIES,))
@@ -139,9 +139,22 @@ def test_what_works_is_stopped_together_where_only_that_gives_the_model_back(nam
         able = msgspec.structs.replace(known.record, capabilities=(CARRIES,))
         world.view = world.view.put_instance(replace(known, record=able))
     world.turn(40.0)
+    return world
+
+
+@pytest.mark.parametrize(("name", "stopped"), [("mini", 2), ("also", 1)])
+def test_what_works_is_stopped_together_where_only_that_gives_the_model_back(name: str, stopped: int) -> None:
+    world = at_work(12, 2)
     world.wait_for((name, 1), 1)
     stops = world.plan()
     assert [type(each) for each in stops] == [SendStop] * stopped
+
+
+def test_the_last_user_of_a_model_gives_nothing_of_it_to_a_start_that_needs_it_too() -> None:
+    """Of 11 GiB: it would need 12, without the other as well."""
+    world = at_work(11, 1)
+    world.wait_for(("tuned", 1), 1)
+    assert world.plan() == ()
 
 
 def test_an_earlier_node_sets_them_aside_for_each() -> None:

@@ -186,6 +186,34 @@ async def test_one_that_does_not_come_holds_up_no_other(bench: Bench) -> None:
     assert MODEL not in bench.node.copied
 
 
+async def test_those_beyond_what_is_brought_at_once_come_after_them(bench: Bench) -> None:
+    """Without its being decided once more."""
+    service, loop = bench.controller.service, bench.controller.loop
+    await service._spreading.close()
+    made = spreading.Spreading(loop, loop._ledger, loop._nodes, service._pulls, {})
+    sources = [f"s3://bucket/{number}" for number in range(AT_ONCE_THERE + 2)]
+    bench.node.storage, bench.node.remote = Storage(ssd_limit=8 * MIB), tuple(map(digest_of, sources))
+    await known(bench, "n1", bench.node)
+    for number, source in enumerate(sources):
+        await bench.gateway.deploy(manifest(f"f{number}", model=source, engine=True))
+    try:
+        await made.redo()
+        await until(lambda: bench.node.copied.keys() >= set(map(digest_of, sources)), what="all of them are brought")
+    finally:
+        await made.close()
+
+
+async def test_what_has_become_popular_is_placed_though_nothing_lies_elsewhere_than_before(bench: Bench) -> None:
+    other = digest_of("s3://bucket/other")
+    bench.node.storage, bench.node.remote = Storage(ssd_limit=8 * MIB), (MODEL, other)
+    await known(bench, "n1", bench.node)
+    bench.node.stuck |= {MODEL, other}
+    for name, source, wanted in (("chat", SOURCE, {MODEL}), ("other", "s3://bucket/other", {MODEL, other})):
+        await bench.gateway.deploy(manifest(name, model=source, engine=True))
+        told: ctl.Placements = await bench.gateway.ask("placement", ctl.Placement(redo=True))
+        assert {each.model for each in told.models if each.wanted == ("n1",)} == wanted
+
+
 @given(
     st.dictionaries(st.sampled_from("xyz"), st.frozensets(st.sampled_from("abcdefgh")), max_size=3),
     st.frozensets(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from("xyz")), max_size=AT_ONCE),
@@ -211,6 +239,13 @@ def test_what_is_brought_at_once_is_bounded_and_the_most_popular_comes_first(
         mine = [popular.get(digest, 0.0) for digest, there in found if there == node]
         if mine and on[node] >= AT_ONCE_THERE:
             assert all(popular.get(digest, 0.0) <= min(mine) for digest, _ in missed)
+
+
+def test_no_more_are_brought_at_once_however_many_nodes_there_are() -> None:
+    left = {f"n{number}": frozenset("abc") for number in range(AT_ONCE)}
+    assert len(next_pulls(left, set(), set(), {})) == AT_ONCE
+    going = {("z", f"m{number}") for number in range(AT_ONCE - 1)}
+    assert len(next_pulls(left, going, set(), {})) == 1
 
 
 class Full(Unavailable):

@@ -17,8 +17,9 @@ from sllm_gateway import follow, views
 from sllm_gateway.follow import messages
 from sllm_gateway.written import line_of
 from sllm_runtime.platform import owned
+from sllm_runtime.platform.bus import Handler, Subscription
 from sllm_runtime.platform.connection import ELECTION_S
-from sllm_runtime.platform.consumers import forget
+from sllm_runtime.platform.consumers import HEARTBEAT_S, forget
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import Unavailable
@@ -202,6 +203,55 @@ async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_th
                 found.append(codec.unpack(Event, message.data).at)
                 await until(lambda: given_up, what="what is sent is more than it takes")
         assert found == [float(at) for at in range(50)]
+
+
+@pytest.mark.parametrize("missed", ["one of two", "the last one", "the consumer", "the connection"])
+async def test_what_a_reader_has_missed_is_read_all_the_same(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, missed: str
+) -> None:
+    """It is found out by the gap before what comes next, by what a heartbeat says, by there being none any more, and at
+    a reconnect. What reads leaves nothing in the bus."""
+    bus, node = await nats.streams(), await nats.bus(NODE)
+    monkeypatch.setattr(follow, "SILENCE_S", 2 * HEARTBEAT_S if missed == "the consumer" else 10 * GIVE_UP_S)
+    subscribe, subscribed = bus.subscribe_raw, list[str]()
+    before = list(bus._reconnected._callbacks), set(bus._subscriptions)
+
+    async def lossy(subject: str, handler: Handler) -> Subscription:
+        subscribed.append(subject)
+        lose = {"one of two": 1, "the last one": 1}.get(missed, 0) if len(subscribed) == 1 else 0
+
+        async def hear(message: Msg) -> None:
+            nonlocal lose
+            beat = not message.reply.startswith("$JS.ACK.")
+            if subject == subscribed[0] and beat and missed == "one of two":
+                return
+            if not beat and lose:
+                lose -= 1
+                return
+            await handler(message)
+
+        return await subscribe(subject, hear)
+
+    monkeypatch.setattr(bus, "subscribe_raw", lossy)
+    reading = messages(bus, subjects.EVENTS_STREAM, subjects.events_of("instance.ready", "f"), None)
+    assert (await anext(reading)).data is None
+    if missed == "the consumer":
+        for info in await bus.jetstream.consumers_info(subjects.EVENTS_STREAM):
+            await bus.jetstream.delete_consumer(subjects.EVENTS_STREAM, info.name)
+    if missed == "the connection":
+        await nats.kill()
+        await until(lambda: not node.connected and not bus.connected)
+        await nats.start()
+        await until(lambda: node.connected and bus.connected)
+    wanted = [0.0, 1.0] if missed == "one of two" else [0.0]
+    for at in wanted:
+        event = Event(kind="instance.ready", at=at, component="node", function="f")
+        node.publish_now(subjects.event("node", NODE, event.kind, "f"), event)
+    async with asyncio.timeout(GIVE_UP_S):
+        found = [codec.unpack(Event, (await anext(reading)).data or b"").at for _ in wanted]
+    assert found == wanted
+    await reading.aclose()
+    assert (bus._reconnected._callbacks, set(bus._subscriptions)) == before
 
 
 class Sent(NamedTuple):

@@ -15,7 +15,7 @@ from sllm_gateway import keeping
 from sllm_gateway.asgi import PIECE
 from sllm_gateway.calls import Calls
 from sllm_gateway.detached import Detached, whole
-from sllm_gateway.journal import Journal
+from sllm_gateway.journal import CLAIMED_S, Journal
 from sllm_gateway.replay import After, stream_of
 from sllm_gateway.resumption import VALUES
 from sllm_gateway.stored import Stored
@@ -190,6 +190,31 @@ async def test_a_key_is_one_execution(nats: Nats) -> None:
         assert len(gate.runs) == 1
         await w.http.post("/fn/gate", json={"a": 1}, headers=key("another"))
         assert len(gate.runs) == 2
+
+
+async def test_a_key_is_one_of_its_route(nats: Nats) -> None:
+    """The same one at another function is another call."""
+    async with world(nats) as w:
+        for name in ("count", "other"):
+            await w.deploy(manifest(name), entry(), script=count)
+        answers = [await w.http.post(f"/fn/{name}", json={"n": 1}, headers=key("k")) for name in ("count", "other")]
+        assert [answer.json() for answer in answers] == [[0], [0]]
+        assert answers[0].headers["sllm-call-id"] != answers[1].headers["sllm-call-id"]
+        assert len(w.node.runs) == 2
+
+
+async def test_what_was_begun_and_is_known_no_more_is_not_to_be_called_again(nats: Nats) -> None:
+    """Its key stands longer than its journal: with a new call the same key would run twice."""
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        ask: dict[str, Any] = {"json": {"n": 1}, "headers": key("k")}
+        call = (await w.http.post("/fn/count", **ask)).headers["sllm-call-id"]
+        for stream in (subjects.JOURNAL_STREAM, subjects.CALLS_STREAM):
+            await w.controller.bus.jetstream.purge_stream(stream)
+        again = await w.http.post("/fn/count", **ask)
+        assert (again.status_code, again.json()["error"]["code"]) == (410, "journal_expired")
+        assert call in again.json()["error"]["message"]
+        assert len(w.node.runs) == 1
 
 
 async def test_a_call_is_kept_as_its_first_request_asked(nats: Nats) -> None:
@@ -785,6 +810,25 @@ async def test_calls_that_find_no_room_in_the_queue_leave_nothing(nats: Nats) ->
         assert 'sllm_calls_total{code="queue_full",function="gate"} 1.0' in (await w.http.get("/metrics")).text
 
 
+async def test_the_key_of_a_call_that_was_refused_is_soon_free(nats: Nats) -> None:
+    """Nothing was begun for it: it does not stand for as long as one whose call is being written."""
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate", max_queue=0, concurrency=1, max_instances=1), entry(concurrency=1), script=gate)
+        first = asyncio.create_task(w.http.post("/fn/gate", json={}))
+        await until(lambda: gate.runs, what="it runs")
+        assert (await w.http.post("/fn/gate", json={}, headers=key("k"))).status_code == 429
+
+        async def free() -> bool:
+            return (await w.controller.bus.jetstream.stream_info(subjects.KEYS_STREAM)).state.messages == 0
+
+        await until(free, CLAIMED_S / 2, what="its key is free")
+        gate.opened.set()
+        assert (await first).json() == [0, 1]
+        again = await w.http.post("/fn/gate", json={}, headers=key("k"))
+        assert (again.status_code, again.json()) == (200, [0, 1])
+
+
 async def test_an_answer_whose_beginning_lapsed_gets_no_other_end(nats: Nats) -> None:
     async def tokens(run: Run) -> None:
         for number in range(2):
@@ -903,3 +947,21 @@ async def test_a_long_history_comes_in_pieces_and_not_where_it_is_no_longer_kept
         await w.controller.bus.jetstream.purge_stream(subjects.CALLS_STREAM, subject=purged)
         expired = await w.http.get(f"/v1/calls/{call}/events")
         assert (expired.status_code, expired.json()["error"]["code"]) == (410, "journal_expired")
+
+
+async def test_a_key_whose_call_was_refused_may_try_again_at_once(nats: Nats) -> None:
+    """Nothing was begun for it. Those that ask with it at the same time are all told."""
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate", max_queue=0, concurrency=1, max_instances=1), entry(concurrency=1), script=gate)
+        first = asyncio.create_task(w.http.post("/fn/gate", json={}))
+        await until(lambda: gate.runs, what="it runs")
+        asking = (w.http.post("/fn/gate", json={}, headers=key("k")) for _ in range(3))
+        for refused in await asyncio.gather(*asking):
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        gate.opened.set()
+        assert (await first).json() == [0, 1]
+        again = await w.http.post("/fn/gate", json={}, headers=key("k"))
+        assert (again.status_code, again.text) == (200, "[0,1]")
+        joined = await w.http.post("/fn/gate", json={}, headers=key("k"))
+        assert joined.headers["sllm-call-id"] == again.headers["sllm-call-id"]

@@ -3,7 +3,7 @@
 import json
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -15,12 +15,17 @@ from sllm_gateway.arguments import Arguments, path_text
 from sllm_gateway.auth import Auth
 from sllm_gateway.deadlines import Allowed, Seen, next_look, verdict
 from sllm_gateway.outputs import FunctionBody, FunctionStream
+from sllm_gateway.replay import After
+from sllm_gateway.replay import stream_of as encoder_of
+from sllm_gateway.retry import worth_resuming, worth_retrying
 from sllm_gateway.routes.calling import wants_events
 from sllm_gateway.starts import Starts
+from sllm_runtime.protocol import codec
 from sllm_runtime.protocol import errors as tree
-from sllm_runtime.protocol.frames import End, Frame, FrameKind
+from sllm_runtime.protocol.frames import Delta, End, Frame, FrameKind, Usage
 from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, Progress
 from sllm_runtime.protocol.states import InstanceState
+from tests.unit.gateway.test_succession import asked
 
 ALLOWED = Allowed(timeout=100, queue=20, idle=10, slow=30)
 TIMES = st.none() | st.floats(0, 200)
@@ -106,8 +111,52 @@ def test_an_error_within_a_value_makes_that_an_event_that_is_no_output() -> None
     assert len(found) == 3
 
 
+@given(
+    values=st.lists(st.text(max_size=5), max_size=6),
+    last=st.integers(-1, 8),
+    at_once=st.integers(1, 4),
+    of=st.sampled_from([("fn", False), ("completion", False), ("completion", True)]),
+)
+def test_who_reads_on_has_what_follows_its_last_event_and_nothing_twice(
+    values: list[str], last: int, at_once: int, of: tuple[Literal["fn", "completion"], bool]
+) -> None:
+    """Also of what comes at the end."""
+    kind, usage = of
+    order = asked("call-1", kind=kind, usage=usage, model="m")
+    frames = [
+        Frame(n, FrameKind.OUTPUT, json.dumps(value).encode())
+        if kind == "fn"
+        else Frame(n, FrameKind.DELTA, codec.pack(Delta(0, value)))
+        for n, value in enumerate(values)
+    ]
+    whole, after = encoder_of(order), After(encoder_of(order), last)
+    every = Parser().feed(whole.frames(frames) + whole.end(End(usage=Usage(1, 2))))
+    read = b"".join(after.frames(frames[n : n + at_once]) for n in range(0, len(frames), at_once))
+    assert [event.id for event in every] == [str(n) for n in range(len(values) + usage)]
+    assert Parser().feed(read + after.end(End(usage=Usage(1, 2)))) == every[last + 1 :]
+
+
 def test_a_comment_is_one_line() -> None:
     assert sse.comment("a\nb\r\nc") == b": a b c\n"
+
+
+@given(
+    st.recursive(st.text() | st.integers(), lambda v: st.lists(v), max_leaves=8), st.sampled_from(["\r", "\n", "\r\n"])
+)
+def test_json_of_any_layout_is_one_line(value: Any, end: str) -> None:
+    """Both end a line of an event stream."""
+    written = sse.one_line(json.dumps(value, indent=1).replace("\n", end).encode() + end.encode())
+    assert not set(b"\r\n") & set(written)
+    assert json.loads(written) == value
+
+
+@pytest.mark.parametrize("cls", sorted(set(tree.BY_CODE.values()), key=str))
+def test_what_another_instance_may_cure(cls: type[tree.SllmError]) -> None:
+    """A death is gone on with; what is the request's own, the caller's wish or the time's is not tried again."""
+    never = {"invalid_request", "cancelled", "deadline_exceeded", "not_deterministic", "output_too_large"}
+    codes = {each.code for each in cls.__mro__ if issubclass(each, tree.SllmError)}
+    assert worth_resuming(cls("x")) is bool(codes & {"instance_lost", "gateway_silent"})
+    assert worth_retrying(cls("x")) is not bool(codes & never)
 
 
 @pytest.mark.parametrize("cls", sorted(set(tree.BY_CODE.values()), key=str))

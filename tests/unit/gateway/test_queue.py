@@ -140,6 +140,19 @@ def test_holds_grow_and_an_accepted_call_or_a_report_ends_them() -> None:
     assert not queue.has_room("a")
 
 
+def test_who_waits_tries_again_when_the_first_hold_ends() -> None:
+    queue: SlotQueue[str] = SlotQueue()
+    queue.on_route([entry("a"), entry("b")], 0.0)
+    queue.push("x")
+    queue.push("y")
+    assert len(queue.match(0.0)) == 2
+    queue.gone("a", 0.0)
+    queue.busy("b", 0.0)
+    assert queue.next_try(0.0) is None, "nobody waits"
+    queue.push_front("y")
+    assert queue.next_try(0.0) == pytest.approx(0.02), "not as late as the one that is gone"
+
+
 def test_reserved_slots_are_not_for_who_waits() -> None:
     queue: SlotQueue[str] = SlotQueue()
     queue.on_route([entry("a", 3), entry("b", 1)], 0.0)

@@ -41,6 +41,7 @@ from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Cancelled, Dra
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Open, Opened
 from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE, MIB
 from sllm_runtime.protocol.lives import (
+    LIVES_AGE_S,
     MOST_LOGGED,
     OVERDUE_BEATS,
     SILENT_BEATS,
@@ -381,6 +382,17 @@ def test_one_that_is_overdue_and_has_left_is_over_until_it_beats() -> None:
     assert found.over(OTHER.life, ME.life) is False
 
 
+def test_of_a_gateway_that_has_left_a_life_that_was_heard_since_is_not_over() -> None:
+    """It has come again, and begun another one."""
+    found, new = roll(OTHER), Life(life="n" * 12, gateway=OTHER.gateway)
+    for _ in range(OVERDUE_BEATS):
+        found.beat()
+    found.heard(new)
+    found.left(OTHER.gateway)
+    assert found.abandoned(ME.life) == [OTHER]
+    assert found.over(new.life, ME.life) is False
+
+
 def test_the_same_record_again_is_no_beat() -> None:
     found = roll(OTHER)
     for _ in range(SILENT_BEATS):
@@ -598,6 +610,21 @@ async def test_a_life_whose_record_was_lost_goes_on(nats: Nats) -> None:
         await written(w.a, a_log("call-1"))
     await w.a.beat()
     await written(w.a, a_log("call-1"))
+
+
+async def test_a_life_that_has_not_beaten_for_so_long_that_its_record_may_have_aged_is_over(nats: Nats) -> None:
+    """Another gateway may have declared it over, and that record be gone as well."""
+    await nats.streams()
+    bus, now = await nats.bus(GATEWAY), 0.0
+    lives = Lives(bus, Stored(bus), GATEWAY, repeating(b"a"), lambda: now)
+    await lives.beat()
+    for passed, error in ((LIVES_AGE_S / 2 - 1, Lost), (LIVES_AGE_S / 2, Over)):
+        await (await nats.bus(CONTROLLER)).jetstream.purge_stream(LIVES_STREAM, subject=life_beat(lives.me.life))
+        now += passed
+        with pytest.raises(error):
+            await lives.beat()
+        if error is Lost:
+            await lives.beat()
 
 
 async def test_one_takes_a_call_over_and_the_other_writes_no_more_of_it(nats: Nats) -> None:

@@ -3,19 +3,25 @@ one that is held and of which nothing is heard draws."""
 
 import asyncio
 
+import pytest
+
+from sllm_invoker import relay
 from sllm_invoker.call import Call
-from sllm_invoker.relay import HELD_S, KEEP_ENDED_S, Relay
+from sllm_invoker.relay import DEADLINE_SLACK_S, HELD_S, KEEP_ENDED_S, REMEMBER_S, Relay
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol import limits
+from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.frames import (
     Ack,
     Beat,
     CallHead,
+    Cancel,
+    End,
     Feed,
     Frame,
     FrameKind,
     Hold,
     Open,
+    Parts,
     Segment,
     ToGateway,
     ToNode,
@@ -51,6 +57,7 @@ class Instance:
         self.calls: list[Call] = []
         self.told: list[Feed] = []
         self.stopped: list[Call] = []
+        self.cancelled: list[tuple[str, str]] = []
 
     def begin(self, call: Call, body: list[bytes]) -> None:
         self.calls.append(call)
@@ -67,7 +74,9 @@ class Instance:
     def hold(self, call: Call, interval_s: float) -> None:
         self.stopped.append(call)
 
-    def cancel(self, call: Call, code: str, reason: str) -> None: ...
+    def cancel(self, call: Call, code: str, reason: str) -> None:
+        call.cancel = code, reason
+        self.cancelled.append((call.head.call, code))
 
     def next_number(self) -> int:
         return len(self.calls)
@@ -81,14 +90,36 @@ class Node:
         self.line, self.instance, self.tasks = Line(), Instance(), Tasks("test")
         self.relay = Relay(lambda _: self.instance, lambda _: self.line, lambda: self.now, self.tasks)
         for number in range(calls):
-            head = CallHead(
-                call=f"call-{number}", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True,
-                body_bytes=0, timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=limits.WINDOW, held=held,
-            )  # fmt: skip
-            self.relay.open("gw", Open(head=head))
+            self.open(f"call-{number}", held=held)
+
+    def open(self, call: str, gateway: str = "gw", *, held: bool = False, body_bytes: int = 0) -> str:
+        """What its gateway is told: the answer's status."""
+        head = CallHead(
+            call=call, epoch=1, instance="i", function="f", version=1, kind="fn", stream=True,
+            body_bytes=body_bytes, timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=limits.WINDOW, held=held,
+        )  # fmt: skip
+        return self.relay.open(gateway, Open(head=head)).status
+
+    async def push(self, number: int, kind: FrameKind = FrameKind.OUTPUT) -> None:
+        """That call has one more frame, which leaves if it can."""
+        call = self.instance.calls[number]
+        call.push([Frame(call.outbox.next_index, kind, codec.pack(End()) if kind is FrameKind.END else b"1")], self.now)
+        self.relay.ready(call)
+        await asyncio.sleep(0)
+
+    def ack(self, number: int, next_index: int) -> None:
+        """Its gateway has so many frames of that call."""
+        self.relay.on_message("gw", ToNode((Ack(f"call-{number}", 1, next_index, limits.WINDOW),)))
+
+    @property
+    def said(self) -> list[object]:
+        """What has left since it was last asked for."""
+        found, self.line.sent = self.line.sent, []
+        return [item for message in found for item in message.items]
 
     async def later(self, seconds: float) -> None:
-        """So much time passes, in ticks."""
+        """So much time passes, in ticks; what had left before is forgotten."""
+        self.line.sent = []
         for _ in range(round(seconds / TICK)):
             await self.tick()
 
@@ -181,4 +212,145 @@ async def test_a_link_to_a_gateway_that_is_no_more_goes() -> None:
     node.relay.on_message("gw-4", ToNode((Ack("nobody's", 1, 0, 0),)))
     await asyncio.sleep(0)
     assert [item for message in node.line.sent for item in message.items] == [Unknown("nobody's", 1)]
+    await node.tasks.close()
+
+
+async def test_a_call_of_a_gateway_that_is_no_more_ends_at_its_deadline() -> None:
+    """The gateway ends it, and has a moment for that."""
+    node = Node(calls=1)
+    await node.later(60.0 + DEADLINE_SLACK_S - TICK)
+    assert node.instance.cancelled == []
+    await node.later(3 * TICK)
+    assert node.instance.cancelled == [("call-0", "deadline_exceeded")]
+    await node.tasks.close()
+
+
+async def test_an_end_that_nobody_acknowledges_is_not_kept_for_ever() -> None:
+    node = Node(calls=2)
+    for number in range(2):
+        await node.push(number, FrameKind.END)
+    assert node.said
+    node.ack(0, 1)
+    assert node.relay.calls == 1, "nothing is kept of one that its gateway has"
+    await node.later(KEEP_ENDED_S - TICK)
+    assert node.relay.calls == 1
+    await node.later(3 * TICK)
+    assert node.relay.calls == 0
+    assert node.open("call-1") == "accepted"
+    assert len(node.instance.calls) == 2, "it is over, and does not run again"
+    await node.tasks.close()
+
+
+async def test_a_gateway_that_acknowledges_no_more_loses_its_call() -> None:
+    node = Node(calls=1)
+    for _ in range(2):
+        await node.push(0)
+    node.ack(0, 1)
+    await node.later(limits.LOST_AFTER_S)
+    assert node.instance.cancelled == []
+    await node.later(2 * TICK)
+    assert node.instance.cancelled == [("call-0", "gateway_silent")]
+    await node.tasks.close()
+
+
+async def test_a_gateway_that_is_always_a_frame_behind_keeps_its_call() -> None:
+    node = Node(calls=1)
+    await node.push(0)
+    for count in range(1, round(2 * limits.LOST_AFTER_S)):
+        await node.push(0)
+        node.ack(0, count)
+        await node.later(1.0)
+    assert node.instance.cancelled == []
+    assert node.relay.overdue() == set()
+    await node.tasks.close()
+
+
+@pytest.mark.parametrize("bus", [True, False], ids=["bus", "process"])
+async def test_silence_that_has_another_reason_is_nobodys(bus: bool) -> None:
+    """The bus was away, or this process did not run."""
+    node = Node(calls=1)
+    await node.push(0)
+    if bus:
+        node.relay.on_disconnect()
+        await node.later(2 * limits.LOST_AFTER_S)
+        node.relay.on_reconnect()
+    else:
+        node.now += 2 * limits.LOST_AFTER_S
+        node.relay.tick()
+    assert node.relay.overdue() == set()
+    node.relay.on_left("gw")
+    assert node.instance.cancelled == []
+    await node.later(limits.LOST_AFTER_S)
+    assert node.instance.cancelled == []
+    assert node.relay.overdue() == {"gw"}
+    await node.later(2 * TICK)
+    assert node.instance.cancelled == [("call-0", "gateway_silent")]
+    assert node.relay.overdue() == set(), "it has been judged"
+    await node.tasks.close()
+
+
+async def test_a_gateway_whose_word_is_recent_has_not_left() -> None:
+    """NATS says so of a connection: it may have another one."""
+    node = Node(calls=2)
+    await node.later(2 * limits.OVERDUE_S)
+    await node.push(0)
+    node.ack(0, 1)
+    node.relay.on_left("other")
+    assert node.instance.cancelled == []
+    node.relay.on_left("gw")
+    assert node.instance.cancelled == [("call-1", "gateway_silent")]
+    await node.tasks.close()
+
+
+async def test_frames_wait_while_the_bus_is_away_and_gateways_are_told_how_far_calls_are() -> None:
+    """Also one that nothing was sent to before."""
+    node = Node(calls=1)
+    node.open("call-1", "gw-2")
+    await node.push(0)
+    assert node.said
+    node.line.free = False
+    node.relay.on_disconnect()
+    for number in range(2):
+        await node.push(number)
+    await asyncio.sleep(0)
+    assert node.said == []
+    node.relay.on_reconnect()
+    await until(lambda: len(node.relay._senders) == 2 and len(node.line.sent) >= 2, what="both hear of it")
+    said = node.said
+    assert {item.call for item in said if isinstance(item, Segment)} == {"call-0", "call-1"}
+    assert ("call-0", 1) in [(item.call, item.next_index) for item in said if isinstance(item, Beat)]
+    await node.tasks.close()
+
+
+async def test_a_call_is_its_own_gateways() -> None:
+    node = Node(calls=1)
+    await node.push(0)
+    assert node.said
+    node.relay.on_message("other", ToNode((Cancel("call-0", 1), Ack("call-0", 1, 1, 0), Hold("call-0", 1))))
+    await asyncio.sleep(0)
+    assert node.said == [Unknown("call-0", 1)] * 3
+    assert node.instance.cancelled == []
+    assert node.instance.calls[0].outbox.acked == 0
+    await node.tasks.close()
+
+
+async def test_a_gateway_that_breaks_the_protocol_loses_its_call_alone() -> None:
+    node = Node(calls=1)
+    node.open("call-1", body_bytes=1)
+    parts = Parts("call-1", 1, (Frame(0, FrameKind.BODY, b"12"),))
+    node.relay.on_message("gw", ToNode((parts, Cancel("call-0", 1))))
+    assert node.instance.cancelled == [("call-1", "protocol_error"), ("call-0", "cancelled")]
+    await node.tasks.close()
+
+
+async def test_a_cancel_that_overtook_its_call_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more of them than there is room for."""
+    monkeypatch.setattr(relay, "MAX_REMEMBERED", 2)
+    node = Node(calls=0)
+    node.relay.on_message("gw", ToNode(tuple(Cancel(f"call-{number}", 1) for number in range(3))))
+    assert [node.open(f"call-{number}") for number in range(3)] == ["accepted", "busy", "busy"]
+    await node.later(REMEMBER_S - TICK)
+    assert node.open("call-2") == "busy"
+    await node.later(3 * TICK)
+    assert node.open("call-2") == "accepted"
     await node.tasks.close()

@@ -76,3 +76,13 @@ def test_ids_are_told_as_they_are() -> None:
 def test_a_frame_behind_an_end_is_refused() -> None:
     with pytest.raises(ProtocolError, match="after the end"):
         told([end_frame(End()), end_frame(End(), 1)])
+
+
+def test_what_was_sent_once_is_sent_whatever_is_asked_for_again() -> None:
+    """A beat says so much of it: with less a gateway would not miss what was lost."""
+    call = a_call()
+    call.push([Frame(index, FrameKind.OUTPUT, bytes(100)) for index in range(3)], 0.0)
+    assert len(call.take(limits.BATCH_BYTES, 0.0)) == 3
+    call.outbox.on_resend(0)
+    assert len(call.take(1, 0.0)) == 1
+    assert call.sent == 3

@@ -3,12 +3,15 @@
 import asyncio
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sllm_invoker import gateway_link
 from sllm_invoker.call import Call
-from sllm_invoker.gateway_link import GatewayLink
+from sllm_invoker.gateway_link import MAX_ITEMS, GatewayLink
 from sllm_runtime.protocol import codec, limits
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.frames import Beat, CallHead, Frame, FrameKind, Segment, ToGateway
 from tests.fixtures.waiting import until
 
@@ -152,5 +155,73 @@ async def test_nothing_is_sent_while_the_bus_is_away() -> None:
     assert line.sent == []
     link.connected.set()
     await until(lambda: [len(message.items) for message in line.sent] == [3])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_notes_and_frames_are_together_below_the_limit() -> None:
+    link, call = a_link(), a_call(1)
+    call.push([Frame(index, FrameKind.OUTPUT, bytes(1000)) for index in range(1000)], 0.0)
+    link.dirty(call)
+    for number in range(MAX_ITEMS):
+        link.note(Beat(f"beat-{number:032d}", 1, number))
+    while (message := link.collect()) is not None:
+        assert len(codec.pack(message)) <= limits.MAX_MESSAGE
+
+
+def test_notes_for_a_line_that_takes_none_are_bounded() -> None:
+    """Each is repeated until it has had its effect: the last ones count."""
+    link = a_link()
+    for number in range(5 * MAX_ITEMS):
+        link.note(Beat("beat", 1, number))
+    said = list[int]()
+    while (message := link.collect()) is not None:
+        said += [item.next_index for item in message.items if isinstance(item, Beat)]
+    assert said == list(range(MAX_ITEMS, 5 * MAX_ITEMS))
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["at once", "later"])
+async def test_a_message_that_the_bus_refuses_costs_none_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, free: bool
+) -> None:
+    """Its frames are kept, and asked for again."""
+
+    class Refusing(Line):
+        refused = 0
+
+        def send_now(self, message: ToGateway) -> None:
+            self.refuse()
+            super().send_now(message)
+
+        async def send(self, message: ToGateway) -> None:
+            await self.opened.wait()
+            self.refuse()
+            await super().send(message)
+
+        def refuse(self) -> None:
+            if not self.refused:
+                self.refused += 1
+                raise Unavailable("the bus is away")
+
+    monkeypatch.setattr(gateway_link, "RETRY_S", 0.0)
+    line = Refusing()
+    link = a_link(line, soon=True)
+    task = asyncio.create_task(link.run())
+    if not free:
+        line.opened.clear()
+    first, second = a_call(1), a_call(2)
+    for call in (first, second):
+        call.push([Frame(0, FrameKind.OUTPUT, bytes(limits.MAX_PART))], 0.0)
+        link.dirty(call)
+    await asyncio.sleep(0)
+    line.opened.set()
+    await until(lambda: line.sent, what="the other one is sent")
+    first.outbox.on_resend(0)
+    link.dirty(first)
+    await until(lambda: len(line.sent) == 2, what="it is sent again")
+    segments = [item for message in line.sent for item in message.items if isinstance(item, Segment)]
+    assert [segment.call for segment in segments] == [second.head.call, first.head.call]
+    assert [len(segment.frames) for segment in segments] == [1, 1]
+    assert not task.done()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

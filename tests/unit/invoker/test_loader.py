@@ -260,6 +260,27 @@ async def test_what_loaderd_was_not_told_of_a_sandbox_it_is_told_again(
 
 
 @pytest.mark.chaos
+async def test_who_waits_for_a_loaderd_that_does_not_come_is_told(
+    loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invoker_loader, "CONNECT_S", 0.01)
+    async with asyncio.timeout(WAIT):
+        with pytest.raises(Unavailable, match="cannot be reached; it should be running"):
+            await loader.validate("sha256:0")
+
+
+async def test_a_loaderd_that_has_gone_is_looked_for_at_once(
+    tmp_path: Path, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest pause comes after many failures: starts wait for the one that is started again."""
+    monkeypatch.setattr(invoker_loader, "RETRY_S", (*[0.01] * 10_000, 10 * WAIT))
+    async with loaderd(tmp_path) as daemon:
+        await status(loader)
+        await kill(daemon, loader)
+    async with loaderd(tmp_path):
+        await status(loader)
+
+
 async def test_device_memory_after_a_kill(tmp_path: Path, loader: Loader) -> None:
     checkpoint, _ = small_checkpoint(tmp_path / "model")
     right = hashlib.sha256((checkpoint / partition_name(0)).read_bytes()).hexdigest()

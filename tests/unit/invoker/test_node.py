@@ -17,8 +17,8 @@ from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Draining, NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.frames import Cancel, Open
-from sllm_runtime.protocol.node import StopInstance
-from sllm_runtime.protocol.records import Term
+from sllm_runtime.protocol.node import KeepModels, ModelCommand, Ok, PrepareModel, PullModel, StopInstance
+from sllm_runtime.protocol.records import ModelRecord, Term
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.worker import KERNELS
 from tests.fixtures.invoker import BUNDLE, GatewayPeer, NodeUnderTest, node_under_test, order
@@ -63,6 +63,22 @@ async def test_who_leads_is_obeyed_before_its_first_command(node: NodeUnderTest)
         await node.command("stop", StopInstance(term=6, instance=instance, reason="old"))
     assert [one.instance for one in node.statuses[-1].instances] == [instance]
     await node.command("stop", StopInstance(term=7, instance=instance, reason="new"))
+
+
+@pytest.mark.parametrize(
+    ("verb", "message"),
+    [
+        ("prepare", PrepareModel(term=6, uri="/m", wait_s=0.0)),
+        ("pull", PullModel(term=6, model=ModelRecord(digest="sha256:0", uri="/m", nbytes=1, partitions=(1,)))),
+        ("keep", KeepModels(term=6, models=())),
+        ("model", ModelCommand(term=6, verb="delete", digest="sha256:0", wait_s=0.0)),
+    ],
+)
+async def test_an_older_leader_has_no_say_in_models_either(node: NodeUnderTest, verb: str, message: object) -> None:
+    await node.controller.publish(subjects.LEADER, Term(term=7, controller="next"))
+    await until(lambda: node.status.term == 7, what="the node has heard it")
+    with pytest.raises(StaleTerm, match="obeys term 7"):
+        await node.controller.call(subjects.node_command(NODE, verb), message, Ok, timeout_s=GIVE_UP_S)
 
 
 async def test_the_bundle_comes_as_a_sealed_file_and_no_secret_with_it(

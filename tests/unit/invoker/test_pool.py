@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from sllm_invoker import pool as warm_pool
 from sllm_invoker import process_driver
-from sllm_invoker.pool import WarmPool
+from sllm_invoker.pool import MAX_FORKS, WarmPool
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_invoker.sandbox import PLAIN, Sandbox, Wish
 from sllm_runtime.platform.owned import Tasks
@@ -146,6 +147,58 @@ async def test_a_start_that_gives_up_loses_no_sandbox() -> None:
         async with asyncio.timeout(GIVE_UP_S):
             sandbox = await pool.acquire()
         await sandbox.close()
+
+
+async def test_a_start_that_gives_up_as_its_sandbox_comes_loses_none() -> None:
+    async with pool_of(1, refill_delay_s=2 * GIVE_UP_S) as pool:
+        await until(lambda: pool.idle == 1, what="it is full")
+        sandbox = await pool.acquire()
+        acquiring = asyncio.create_task(pool.acquire())
+        await until(lambda: pool.wanted, what="the next one waits")
+        pool._put(sandbox)
+        assert not pool.wanted
+        acquiring.cancel()
+        await asyncio.wait([acquiring])
+        assert pool.idle == 1
+
+
+async def test_only_so_many_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    can, ready = asyncio.Event(), ProcessDriver.ready
+
+    async def waits(driver: ProcessDriver, wish: Wish = PLAIN) -> None:
+        await can.wait()
+        await ready(driver, wish)
+
+    monkeypatch.setattr(ProcessDriver, "ready", waits)
+    async with pool_of(0) as pool:
+        starts = [asyncio.create_task(pool.acquire()) for _ in range(MAX_FORKS + 2)]
+        await until(lambda: pool._making, what="they are being made")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(pool._making) == MAX_FORKS
+        can.set()
+        for sandbox in await asyncio.gather(*starts):
+            await sandbox.close()
+
+
+@pytest.mark.parametrize("error", [Unavailable("no process can be made"), OSError("too many open files")])
+async def test_what_cannot_be_made_is_not_tried_all_the_time(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    tried = list[str]()
+
+    async def create(driver: ProcessDriver, name: str, wish: Wish = PLAIN) -> Sandbox:
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(ProcessDriver, "create", create)
+    monkeypatch.setattr(warm_pool, "BACKOFF_S", (10 * GIVE_UP_S,))
+    async with pool_of(0) as pool:
+        acquiring = asyncio.create_task(pool.acquire())
+        await until(lambda: tried and not pool._making, what="it is tried")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(tried) == 1
+        acquiring.cancel()
+        await asyncio.wait([acquiring])
 
 
 async def test_of_starts_that_give_up_no_more_wait_than_shall(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pytest
 from sllm_invoker import process_driver
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.worker import Exited
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 ZYGOTE = (sys.executable, str(Path(__file__).parents[2] / "fixtures" / "scripted_zygote.py"))
@@ -75,6 +77,41 @@ async def test_the_fork_server_is_started_again_and_its_workers_died_with_it(dri
         second = await driver.create("b")
     assert driver.fork_server_pid not in (0, first)
     await second.close()
+
+
+async def test_the_end_of_the_fork_server_is_the_end_of_all_waiting_for_its_word(
+    driver: ProcessDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_driver, "EXIT_REPORT_S", 10 * GIVE_UP_S)
+    sandbox = await driver.create("a")
+    os.kill(driver.fork_server_pid, signal.SIGKILL)
+    async with asyncio.timeout(GIVE_UP_S):
+        await sandbox.exited
+    await sandbox.close()
+
+
+async def test_a_worker_that_does_not_speak_in_time_is_none(
+    driver: ProcessDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await driver.ready()
+    monkeypatch.setattr(process_driver, "HELLO_S", 0.0)
+    with pytest.raises(Unavailable, match="did not say hello"):
+        await driver.create("a")
+    assert not driver._living
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_a_worker_that_speaks_another_protocol_is_none(
+    driver: ProcessDriver, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    await driver.ready()
+    if readable:
+        monkeypatch.setattr(process_driver, "PROTOCOL_VERSION", PROTOCOL_VERSION + 2)
+    else:
+        monkeypatch.setattr(process_driver, "FromWorker", Exited)
+    with pytest.raises(Unavailable, match="speaks another protocol"):
+        await driver.create("a")
+    assert not driver._living
 
 
 async def test_many_are_made_at_once(driver: ProcessDriver) -> None:

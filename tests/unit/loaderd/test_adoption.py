@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
+import threading
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from sllm_loaderd import adoption
 from sllm_loaderd.client import KeptBatch, KeptChunks, LoaderControl, memory
 from sllm_loaderd.sealed import create_sealed
+from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import PoolExhausted
-from sllm_runtime.protocol.loader import Adopted, PoolStatus, Store
+from sllm_runtime.protocol.loader import Adopt, Adopted, PoolStatus, Store
 from tests.fixtures.loader_worker import loader_worker, seen
 from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, kill, loaderd, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.unit.loaderd.node import CHUNK, Node
 
 WAIT = GIVE_UP_S
 ROOM = 7 * SMALL_CHUNK
@@ -28,6 +33,12 @@ ROOM = 7 * SMALL_CHUNK
 @pytest.fixture
 def kept() -> KeptChunks:
     return KeptChunks()
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as made:
+        yield made
 
 
 @pytest.fixture
@@ -114,6 +125,42 @@ async def test_a_chunk_that_was_not_filled_counts_and_serves_nobody(
             assert (answer.ids, answer.counted) == ((), ())
         finally:
             os.close(fd)
+
+
+async def test_chunks_that_are_looked_at_stay_until_that_has_ended(
+    model: StoredModel, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+) -> None:
+    """However often their request is given up: who closes them would end loaderd by a fault."""
+    begun, go, looked = threading.Event(), threading.Event(), list[str]()
+
+    def slow(view: memoryview) -> str:
+        begun.set()
+        assert go.wait(WAIT)
+        looked.append("a chunk")
+        return ""
+
+    monkeypatch.setattr(adoption, "chunk_digest", slow)
+    fd, address = create_sealed("chunk", CHUNK)
+    memory.unmap(address, CHUNK)
+    stack.callback(os.close, fd)
+    request = Adopt(
+        request=1, model=model.checkpoint.digest, partition=0, chunk_bytes=CHUNK, numbers=(0,), ids=(1,), holders=(),
+        fds=1,
+    )  # fmt: skip
+    with contextlib.closing(Node()) as node:
+        task = asyncio.create_task(adoption.adopt(request, [fd], model, node.pool, node.residency))
+        task.add_done_callback(lambda _: looked.append("over"))
+        await until(begun.is_set, what="a thread looks at it")
+        for _ in range(2):  # the request is cancelled, then its connection ends
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        still = node.pool.status().used
+        go.set()
+        await asyncio.wait([task])
+        await until(lambda: len(looked) > 1, what="both have ended")
+        assert looked == ["a chunk", "over"]
+        assert (still, node.pool.status().used) == (CHUNK, 0)
 
 
 KINDS = ("unsealed", "small", "no file", "chunk size", "number", "model", "partition")

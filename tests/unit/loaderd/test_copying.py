@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.ssd.ledger import Copy, Ledger
 from sllm_runtime.protocol.errors import Conflict, Forbidden, Unavailable
-from tests.fixtures.loaderd import loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import until
 
@@ -99,6 +102,17 @@ async def test_one_that_is_broken_off_leaves_nothing_and_can_be_asked_for_again(
         await until(again, what="the copy is made")
         (copy,) = (daemon.data / "ssd").glob("*.bin")
         assert copy.read_bytes() == (published / PARTITION).read_bytes()
+
+
+async def test_a_model_without_a_byte_is_there_already(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    save_file({"none": np.zeros((0, 4), np.float32)}, tmp_path / "plain" / "model.safetensors")
+    convert_directory(tmp_path / "plain", tmp_path / "served" / "none", options=ConvertOptions(chunk_bytes=SMALL_CHUNK))
+    with range_server(tmp_path / "served") as server:
+        async with loaderd(tmp_path) as daemon:
+            info = await daemon.control.register(f"{server.url}/none")
+            assert info.nbytes == 0
+            await daemon.control.copy(info.model)
 
 
 def test_kept_copies_go_last_and_only_for_what_is_wanted_as_well() -> None:

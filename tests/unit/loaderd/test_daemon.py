@@ -581,6 +581,67 @@ async def test_a_grant_that_comes_as_its_asker_gives_up_leaves_no_descriptor(
     await daemon.control.gone("w")
 
 
+async def test_sandboxes_that_have_come_and_gone_leave_no_descriptor(daemon: LoaderProcess, checkpoint: Path) -> None:
+    """Neither what came with their grants, nor its duplicate, nor their connections."""
+    model = (await daemon.control.register(str(checkpoint))).model
+    process = psutil.Process(daemon.process.pid)
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+
+        async def come_and_go(count: int) -> None:
+            for number in range(count):
+                os.close(await daemon.control.grant(f"w{number}", model, pidfd=pidfd))
+                await daemon.control.gone(f"w{number}")
+
+        await come_and_go(1)
+        before = process.num_fds()
+        await come_and_go(8)
+        await until(lambda: process.num_fds() <= before, what="as many are open as before")
+    finally:
+        os.close(pidfd)
+
+
+async def test_what_a_sandbox_had_is_free_when_its_process_has_ended(daemon: LoaderProcess, checkpoint: Path) -> None:
+    """Whatever its invoker says, or does not say."""
+    model = (await daemon.control.register(str(checkpoint))).model
+    process = await asyncio.create_subprocess_exec("sleep", "1000")
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        fd = await daemon.control.grant("w", model, pidfd=pidfd)
+        opened = await asyncio.to_thread(LoaderSession, fd)
+        load = opened.load()
+        await asyncio.to_thread(load.wait_all, WAIT)
+        load.detach()
+        await asyncio.to_thread(opened.close)
+        assert (await daemon.control.status()).pool.held
+    finally:
+        os.close(pidfd)
+        process.kill()
+        await process.wait()
+
+    async def free() -> bool:
+        return not (await daemon.control.status()).pool.held
+
+    await until(free, what="its process has ended")
+
+
+async def test_a_prefetch_that_is_given_up_loads_nothing_further(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "model")
+    with range_server(tmp_path / "model") as server:
+        async with loaderd(tmp_path) as daemon:
+            info = await daemon.control.register(f"{server.url}/checkpoint")
+            server.script.extend(["stall 10"] * 50)
+            asked = len(server.ranges)
+            prefetch = asyncio.create_task(daemon.control.prefetch(info.model))
+            await until(lambda: len(server.ranges) > asked, what="a request for the partition")
+            prefetch.cancel()
+            await asyncio.wait([prefetch])
+            evicting = asyncio.create_task(daemon.control.evict(info.model))  # refused while somebody loads it
+            server.released.set()
+            await evicting
+            assert not (await daemon.control.status()).resident
+
+
 async def test_many_long_requests_hold_up_no_short_one(
     daemon: LoaderProcess, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

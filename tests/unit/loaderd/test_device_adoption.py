@@ -6,23 +6,32 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from sllm_loaderd import device_adoption
 from sllm_loaderd.client import KeptChunks
 from sllm_loaderd.client import memory as mappings
 from sllm_loaderd.client.keeping import KeptDevice
+from sllm_loaderd.daemon.keeper import DeviceHandout, Keeper
+from sllm_loaderd.device_adoption import CountedMemory, adopt_device
+from sllm_loaderd.devices.fake import FakeDevice
+from sllm_loaderd.devices.link import Link
+from sllm_loaderd.files import chunk_digest
 from sllm_loaderd.sealed import create_sealed
+from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, DeviceOutOfMemory
-from sllm_runtime.protocol.loader import Adopted, StoreDevice
+from sllm_runtime.protocol.loader import AdoptDevice, Adopted, StoreDevice
 from tests.fixtures.loader_worker import loader_worker, seen
 from tests.fixtures.loaderd import LoaderProcess, kill, loaderd, session, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.unit.loaderd.node import Node
 
 MIB = 2**20
 ONE = "1x2MiB@8GB/s"
@@ -34,6 +43,12 @@ def kept() -> Iterator[KeptChunks]:
     made = KeptChunks()
     yield made
     made.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as made:
+        yield made
 
 
 @pytest.fixture
@@ -107,6 +122,46 @@ async def test_memory_that_was_not_filled_counts_and_serves_nobody(
         await again.control.gone("two")
 
 
+async def test_memory_that_is_looked_at_is_nobody_elses_to_unmap(
+    model: StoredModel, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+) -> None:
+    """Its client goes meanwhile, and then its holders are proven dead: who frees it would end loaderd by a fault."""
+    begun, go, looked = threading.Event(), threading.Event(), list[str]()
+
+    def slow(view: memoryview) -> str:
+        begun.set()
+        assert go.wait(GIVE_UP_S)
+        looked.append(chunk_digest(view))
+        return looked[-1]
+
+    monkeypatch.setattr(device_adoption, "chunk_digest", slow)
+    before, after, counted = FakeDevice(0, 2 * MIB, Link(1e12)), FakeDevice(0, 2 * MIB, Link(1e12)), CountedMemory()
+    nbytes = model.index.partitions[0].nbytes
+    made = before.allocate(nbytes)
+    fd = made.export()
+    stack.callback(os.close, fd)
+    stack.callback(before.close)
+    stack.callback(after.close)
+    request = AdoptDevice(
+        request=1, id=7, model=model.checkpoint.digest, partition=0, device=after.name, nbytes=nbytes, size=made.size,
+        holders=("w",),
+    )  # fmt: skip
+    with contextlib.closing(Node()) as node:
+        task = asyncio.create_task(adopt_device(request, fd, model, after, node.stage, counted))
+        task.add_done_callback(lambda _: looked.append("over"))
+        await until(begun.is_set, what="a thread looks at it")
+        for _ in range(2):  # its request is cancelled, then its connection ends
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        go.set()
+        await asyncio.wait([task])
+        await until(lambda: len(looked) > 1, what="both have ended")
+        assert looked[-1] == "over"
+        counted.forget("w")
+        assert after.used == 0
+
+
 async def test_what_is_no_device_memory_is_not_trusted(tmp_path: Path, checkpoint: Path) -> None:
     async with loaderd(tmp_path, fake_devices=ONE) as daemon:
         model = (await daemon.control.register(str(checkpoint))).model
@@ -139,6 +194,25 @@ async def test_what_is_no_device_memory_is_not_trusted(tmp_path: Path, checkpoin
         finally:
             os.close(open_fd)
             os.close(sealed_fd)
+
+
+def test_memory_that_is_kept_by_a_client_stays_open_there_alone() -> None:
+    device = FakeDevice(0, 2 * MIB, Link(1e12))
+    sent, fds = list[int](), list[int]()
+
+    def say(message: object, given: Sequence[int]) -> None:
+        sent.append(len(given))
+        fds.extend(given)
+
+    keeper = Keeper(say)
+    allocation = device.allocate(4096)
+    for holder in ("one", "two"):
+        keeper.keep_device(DeviceHandout(holder, "m", 0, device.name, 7, allocation))
+    assert sent == [1, 0]
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    device.close()
 
 
 def test_what_comes_after_the_end_is_closed(kept: KeptChunks) -> None:

@@ -29,6 +29,7 @@ from sllm_loaderd.verify import open_checkpoint
 from sllm_runtime.protocol.checkpoint import (
     BLOCK_ALIGN,
     CheckpointIndex,
+    PartitionRecord,
     block_chunks,
     block_spans,
     check_index,
@@ -203,6 +204,17 @@ def test_digests_are_learnt_kept_and_held_against_later_loads(tmp_path: Path) ->
 
 
 # --- the daemon -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("noted", ["[]", '[["a"]]', '[["a", "b"], ["c"]]', "{", "null"])
+def test_digests_of_another_shape_are_as_none(tmp_path: Path, noted: str) -> None:
+    part = PartitionRecord(rank=0, nbytes=2 * BLOCK_ALIGN, digests=("", ""))
+    index = CheckpointIndex(partitions=(part,), blocks=(), chunk_bytes=BLOCK_ALIGN, tensors=())
+    (tmp_path / "notes.json").write_text(noted)
+    learnt = LearntDigests(tmp_path / "notes.json", index)
+    assert learnt.of(0) == ("", "")
+    assert learnt.learn(0, 1, "a digest") is None
+    assert isinstance(learnt.learn(0, 1, "another"), CorruptCheckpoint)
+
+
 async def test_a_directory_is_loaded_without_a_copy_and_a_change_is_refused(tmp_path: Path) -> None:
     arrays = sharded(tmp_path / "model", layers=6)
     async with loaderd(tmp_path, **POOL) as daemon:

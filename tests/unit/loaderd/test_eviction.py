@@ -54,6 +54,7 @@ async def test_what_is_being_written_to_the_ssd_tier_ends_first(tmp_path: Path, 
         task = asyncio.create_task(dropped(node, model))
         await asyncio.sleep(0)
         assert node.pool.status().used, "the chunk that is being written is still there"
+        assert os.listdir(tmp_path / "ssd"), "and the file that it is written to"
         gate.set()
         await until_done(node, task)
         assert node.pool.status().used == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,4 +59,25 @@ def test_what_was_lent_is_given_back_when_it_is_sent(tmp_path: Path) -> None:
     with exports.pieces(digest, partition_name(0), 0, 10) as pieces:
         assert sum(piece.nbytes for piece in pieces) == 10
         assert residency.holders
+    assert not residency.holders
+
+
+@pytest.mark.parametrize("held", ["its later conversion", "a part of it"])
+def test_what_is_not_in_memory_as_it_is_asked_for_comes_from_the_disk(tmp_path: Path, held: str) -> None:
+    directory, digest = small_checkpoint(tmp_path)
+    checkpoint: Any = open_checkpoint(directory, digest)
+
+    class Otherwise(Lending):
+        def find(self, digest: str, rank: int) -> Any:
+            found = super().find(digest, rank)
+            found.there = lambda number: held != "a part of it" or not number
+            return found
+
+    form = SimpleNamespace(encoded=b"another index") if held == "its later conversion" else checkpoint
+    residency: Any = Otherwise(form)
+    store: Any = SimpleNamespace(directory=lambda _: directory)
+    exports = Exports(store, residency, lambda action: action())
+    whole = (directory / partition_name(0)).read_bytes()
+    with exports.pieces(digest, partition_name(0), 10, checkpoint.index.chunk_bytes) as (piece,):
+        assert os.pread(piece.fd, piece.nbytes, piece.offset) == whole[10 : 10 + checkpoint.index.chunk_bytes]
     assert not residency.holders

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import shutil
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,10 @@ from typing import Any
 import pytest
 
 from sllm_loaderd.chunk import Chunk
+from sllm_loaderd.daemon.sandbox import Rights, SandboxConnection
 from sllm_loaderd.daemon.service import LoaderService
 from sllm_loaderd.daemon.settings import read_settings
+from sllm_loaderd.devices.fake import FakeAllocation
 from sllm_loaderd.opening import finished, opened
 from sllm_loaderd.pipeline import Pipeline
 from sllm_loaderd.reader import ChunkSource
@@ -23,12 +28,14 @@ from sllm_loaderd.residents import close_all
 from sllm_loaderd.ssd.fill import Fill
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel
-from sllm_runtime.protocol.errors import Conflict, ModelNotFound, PoolExhausted
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, ModelNotFound, PoolExhausted, Unavailable
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NEVER, Load
 from tests.fixtures.loaderd import SMALL_CHUNK, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.loaderd.node import Node
+from tests.unit.loaderd.node import Node, RemoteSource
+from tests.unit.loaderd.test_write_back import copy_of, original
 
 
 async def test_what_is_opened_for_nobody_is_given_back() -> None:
@@ -172,6 +179,66 @@ async def test_a_model_that_is_opened_for_nobody_is_closed(
     await until(lambda: not is_open(slow.made[0]), what="it is closed")
 
 
+async def test_a_model_that_is_deleted_while_a_load_opens_its_files_is_not_sent(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its closed descriptor may be another file's by then."""
+    checkpoint, digest = small_checkpoint(tmp_path)
+    await service.register(str(checkpoint), "", nothing)
+    opens, opened_them, go = Pipeline.open_sources, threading.Event(), threading.Event()
+
+    def slow(pipeline: Pipeline, model: StoredModel, rank: int) -> list[ChunkSource]:
+        found = opens(pipeline, model, rank)
+        opened_them.set()
+        assert go.wait(GIVE_UP_S)
+        return found
+
+    monkeypatch.setattr(Pipeline, "open_sources", slow)
+    load = Load(request=1, model=digest)
+    loading = asyncio.create_task(
+        service.load(load, "w", ready=nothing, progress=nothing, done=nothing, failed=nothing)
+    )
+    await until(opened_them.is_set, what="its files are open")
+    deleting = asyncio.create_task(service.delete(digest))
+    await until(deleting.done, what="it is deleted, or that is refused")
+    go.set()
+    await asyncio.wait([loading])
+    assert loading.exception() is not None or is_open(loading.result().model)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.EMFILE, "Too many open files"), Unavailable("the driver is gone")])
+async def test_a_load_to_a_device_whose_memory_cannot_be_sent_leaves_nothing_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """Neither its number, nor a partition that is read from for ever and makes room for nobody."""
+
+    def fails(allocation: FakeAllocation) -> int:
+        raise failure
+
+    checkpoint, digest = small_checkpoint(tmp_path)
+    places = ("--node", "x", "--data", str(tmp_path / "data"), "--socket", str(tmp_path / "s"))
+    sizes = ("--chunk-bytes", str(SMALL_CHUNK), "--pool-bytes", str(2**24), "--fake-devices", "1x2MiB@8GB/s")
+    service = LoaderService(read_settings([*places, *sizes]))
+    ours, theirs = socket.socketpair()
+    wire = AsyncWire(ours, max_fds=0)
+    try:
+        await service.register(str(checkpoint), "", nothing)
+        sandbox = SandboxConnection(wire, Rights("w", digest), service, nothing)
+        request = Load(request=1, device="fake:0")
+        with monkeypatch.context() as patched:
+            patched.setattr(FakeAllocation, "export", fails)
+            with pytest.raises(type(failure)):
+                await sandbox._load(request)
+        assert not sandbox._loads
+        assert not service.residency.ending(digest)
+        await sandbox._load(request)
+        await until(lambda: not sandbox._loads, what="it is done")
+    finally:
+        wire.close()
+        theirs.close()
+        await service.close()
+
+
 async def test_a_model_whose_conversion_is_opened_for_nobody_stays_as_it_was(
     service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +249,43 @@ async def test_a_model_whose_conversion_is_opened_for_nobody_stays_as_it_was(
     await slow.outlives(service.model(digest))
     await until(lambda: not is_open(slow.made[0]), what="it is closed")
     assert is_open(service._open[digest])
+
+
+async def test_a_model_that_comes_to_memory_while_its_conversion_is_opened_stays_as_it_is(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in memory has the old layout: by the new index it would be other numbers."""
+    numbers_model(tmp_path / "model")
+    digest = (await service.register(str(tmp_path / "model"), "", nothing, CONVERT_NEVER)).model
+    known, slow = service._open[digest], Slow(service.store.open)
+    monkeypatch.setattr(service.store, "open_replaced", slow)
+    asking = asyncio.create_task(service.model(digest))
+    await until(slow.begun.is_set, what="the thread has begun")
+    monkeypatch.setattr(service.residency, "has", lambda asked: asked == digest)
+    slow.go.set()
+    assert await asking is known
+    assert is_open(known)
+    assert not is_open(slow.made[0])
+
+
+async def test_a_registration_goes_on_for_those_who_wait_still(
+    service: LoaderService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, digest = small_checkpoint(tmp_path)
+    begun, go, convert = asyncio.Event(), asyncio.Event(), service.registrations._convert
+
+    async def slow(*given: Any) -> Any:
+        begun.set()
+        await go.wait()
+        return await convert(*given)
+
+    monkeypatch.setattr(service.registrations, "_convert", slow)
+    one, two = (asyncio.create_task(service.register(str(checkpoint), "", nothing)) for _ in range(2))
+    await begun.wait()
+    one.cancel()
+    await asyncio.wait([one])
+    go.set()
+    assert (await two).model == digest
 
 
 async def test_nobody_waits_for_what_is_left_of_a_conversion(
@@ -329,6 +433,73 @@ async def test_a_copy_that_is_given_up_while_it_begins_leaves_nothing(
     monkeypatch.setattr(ssd, "begin", begin)
     await service.copying.copy(info.model, nothing)
     assert ssd.holds(info.model, 0)
+
+
+@contextlib.contextmanager
+def filling(
+    model: StoredModel, directory: Path, sources: Sequence[RemoteSource]
+) -> Iterator[tuple[Fill, SsdDirectory, Node]]:
+    """A partition that is to come to the SSD tier for no load."""
+    tier, node = SsdDirectory(directory, 2**24), Node()
+    write = tier.begin(model, 0)
+    assert write is not None
+    try:
+        yield Fill(model, 0, write, sources, node.paths, integrity=True, written=nothing), tier, node
+    finally:
+        node.close()
+        for source in sources:
+            source.close()
+
+
+@pytest.mark.parametrize("fault", ["lost", "wrong"])
+async def test_a_chunk_that_one_source_cannot_bring_is_copied_from_the_next(
+    model: StoredModel, tmp_path: Path, fault: str
+) -> None:
+    first, second = RemoteSource(model, "peer a"), RemoteSource(model, "s3 b")
+    getattr(first, fault).update({1, 3})
+    with filling(model, tmp_path, [first, second]) as (fill, tier, node):
+        await fill.run(node.pool, node.residency)
+        assert copy_of(model, tier) == original(model)
+        assert sorted(second.read_chunks) == [1, 3]
+        assert node.pool.status().used == 0
+
+
+async def test_a_copy_without_a_source_that_has_it_right_is_none(
+    model: StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its index, or by what an earlier load has learnt of a model without digests."""
+    source = RemoteSource(model)
+    source.wrong.add(2)
+    with filling(model, tmp_path, [source]) as (fill, tier, node):
+        with pytest.raises(CorruptCheckpoint, match="chunk 2 "):
+            await fill.run(node.pool, node.residency)
+        assert (tier.status()[0], node.pool.status().used) == (0, 0)
+    source = RemoteSource(model)
+    monkeypatch.setattr(model, "learn", lambda rank, number, found: CorruptCheckpoint("it was another one"))
+    with filling(model, tmp_path, [source]) as (fill, tier, node):
+        with pytest.raises(CorruptCheckpoint, match="it was another one"):
+            await fill.run(node.pool, node.residency)
+        assert (tier.status()[0], node.pool.status().used) == (0, 0)
+
+
+async def test_a_copy_that_is_given_up_has_its_memory_until_nobody_reads_into_it(
+    model: StoredModel, tmp_path: Path
+) -> None:
+    """Else it would be read into what another model has by then."""
+    source = RemoteSource(model)
+    source.gate.clear()
+    with filling(model, tmp_path, [source]) as (fill, tier, node):
+        task = asyncio.create_task(fill.run(node.pool, node.residency))
+        await until(lambda: source.read_chunks, what="it is being read")
+        task.cancel()
+        await others_turn()
+        assert not task.done()
+        assert node.pool.status().used
+        source.gate.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert node.pool.status().used == 0
+        await until(lambda: not tier.making(model.checkpoint.digest, 0), what="it is given up")
 
 
 async def test_a_copy_that_is_cancelled_as_it_fails_leaves_nothing(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,15 @@ from sllm_loaderd.convert.child_messages import ChildOutcome
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.reader import ChunkSource
 from sllm_loaderd.store import ModelStore, StoredModel
-from sllm_runtime.protocol.errors import Conflict, CorruptCheckpoint, DigestMismatch, InvalidCheckpoint, ModelNotFound
+from sllm_runtime.protocol.errors import (
+    Conflict,
+    CorruptCheckpoint,
+    DigestMismatch,
+    InvalidCheckpoint,
+    ModelNotFound,
+    Unavailable,
+)
+from sllm_runtime.protocol.loader import DISK
 from tests.fixtures.loaderd import SMALL_CHUNK, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.sources import object_store, s3_settings
@@ -167,6 +177,72 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, harm: str, error:
         with pytest.raises(error, match=text):
             register(models, f"{server.url}/tiny")
         assert not models.digests()
+
+
+def test_a_deleted_model_leaves_nothing_and_takes_none_that_has_a_source_of_its_own(tmp_path: Path) -> None:
+    """A conversion that stands for it goes with it, unless somebody registered that as well."""
+    plain, converted = (small_checkpoint(tmp_path / str(seed), seed=seed)[0] for seed in range(2))
+    with store(tmp_path / "data") as models:
+        for own in (True, False):
+            old, new = (register(models, str(directory)).digest for directory in (plain, converted))
+            models.replace(old, new)
+            models.digest_notes(old).write_text("[]")
+            if not own:
+                (record,) = models.sources(new)
+                models._source_path(record.uri).unlink()
+            models.delete(old)
+            assert models.digests() == ([new] if own else [])
+            assert not models.digest_notes(old).exists()
+            assert not list((tmp_path / "data" / "replaced").iterdir())
+
+
+def test_the_index_of_a_model_is_written_by_nobody_who_is_given_it(published: tuple[Path, str], tmp_path: Path) -> None:
+    """All sandboxes have the same."""
+    with store(tmp_path / "data") as models:
+        digest = register(models, str(published[0])).digest
+        with contextlib.closing(models.open(digest)) as model:
+            with pytest.raises(PermissionError):
+                os.pwrite(model.fd, b"theirs", 0)
+            with pytest.raises(PermissionError):
+                os.ftruncate(model.fd, 0)
+            with pytest.raises(PermissionError):
+                mmap.mmap(model.fd, 1, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def test_bytes_that_came_wrong_from_elsewhere_cost_no_copy(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    whole = (published[0] / "partition_0.bin").read_bytes()
+    with store(tmp_path / "data") as models:
+        digest = register(models, f"{server.url}/tiny").digest
+        with contextlib.closing(models.open(digest)) as model:
+            copy = models.ssd.begin(model, 0)
+            assert copy is not None
+            for number, start in enumerate(range(0, len(whole), SMALL_CHUNK)):
+                copy.write(number, memoryview(whole)[start : start + SMALL_CHUNK])
+            copy.finish()
+            model.doubt(0, "http 127.0.0.1")
+            assert models.ssd.holds(digest, 0)
+            model.doubt(0, DISK)
+            assert not models.ssd.holds(digest, 0)
+
+
+def test_what_is_registered_again_or_stops_ends_its_reads(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    """Connections to what a source was before would bring its old bytes; those of a node that stops would hold it."""
+    uri = f"{server.url}/tiny"
+    with store(tmp_path / "data") as models, contextlib.closing(models.open(register(models, uri).digest)) as model:
+        with sources(model) as (remote,):
+            content(remote, model)
+            models.origins.forget(uri)
+            with pytest.raises(Unavailable, match="closed"):
+                content(remote, model)
+        with sources(model) as (remote,):
+            content(remote, model)
+        models.origins.close()
+        with pytest.raises(Unavailable, match="is stopping"):
+            model.open_sources(0)
 
 
 def test_a_model_without_any_source_left_says_so(

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_loaderd import paths as sllm_paths
 from sllm_loaderd.files import chunk_digest
 from sllm_loaderd.path_queue import Bandwidth, PathQueue
 from sllm_loaderd.paths import Paths, sooner
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.reader import CACHED, ChunkSource
 from sllm_loaderd.task import ReadChunk, Task, TaskState
-from sllm_runtime.protocol.errors import CorruptCheckpoint, InternalError, SllmError
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InternalError, SllmError, Unavailable
 from tests.fixtures.waiting import GIVE_UP_S
 
 SIZE = 4096
@@ -193,6 +194,48 @@ def test_an_idle_path_takes_the_last_chunks_of_another_one(bench: Bench) -> None
     assert rest == {2, 3, 4}
     assert bench.finish(2) == [0, 1]
     assert (tasks[0].path, tasks[0].remote) == ("disk", False)
+
+
+def test_an_idle_path_takes_of_the_first_class_alone(bench: Bench) -> None:
+    bench.begin()
+    both = (bench.source, bench.other)
+    bench.paths.put([bench.task(number, sources=both) for number in (4, 5, 6)], 1)
+    bench.paths.put([bench.task(number, sources=both) for number in (1, 2, 3)], 0)
+    assert bench.other.began.get(timeout=WAIT) in (3, 6)  # the first three may have been looked at before the others
+    bench.other.gate.set()
+    taken = [bench.ended.get(timeout=WAIT)[0] for _ in range(2)]
+    assert taken[-1] == (3 if taken[0] == 6 else 2)
+
+
+def test_a_path_that_fails_has_no_bandwidth_by_it(bench: Bench) -> None:
+    now = [0.0]
+    ended: queue.Queue[SllmError | None] = queue.Queue()
+
+    class Fails(Nothing):
+        def run(self, path: str) -> None:
+            now[0] += 1.0
+            raise Unavailable("it is down")
+
+    path = PathQueue("a", 1, lambda: now[0])
+    try:
+        path.put([Fails(0, SIZE, ("a",), lambda task, error: ended.put(error))])
+        assert isinstance(ended.get(timeout=WAIT), Unavailable)
+        assert path.bandwidth.value == 0
+    finally:
+        path.close()
+
+
+def test_of_too_many_paths_those_in_use_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sllm_paths, "_MOST_PATHS", 1)
+    bench.begin()
+    (waiting,) = bench.tasks(1)
+    bench.paths.put([waiting], 1)
+    bench.other.gate.set()
+    bench.paths.put([bench.task(2, sources=(bench.other,))], 0)
+    assert bench.ended.get(timeout=WAIT) == (2, None)
+    assert {status.path for status in bench.paths.status()} == {"disk", "s3 b"}
+    bench.paths.promote(waiting, 0)
+    assert bench.finish(2) == [0, 1]
 
 
 def test_what_the_page_cache_had_says_nothing_of_its_path(bench: Bench) -> None:

@@ -195,6 +195,29 @@ def test_one_peer_too_many_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatc
             assert ask(port, path)[0] == 503
 
 
+async def test_the_place_of_a_peer_that_has_gone_is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_PEERS", 1)
+    path = f"/models/{'0' * 64}/index.json"
+    with in_this_process() as running:
+        port = running.server_address[1]
+        for _ in range(3):  # the server may be about to hear that the last one has gone
+            await until(lambda: ask(port, path)[0] == 404, what="it is served")
+
+
+async def test_of_too_many_strangers_the_oldest_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_STRANGERS", 2)
+    with in_this_process() as running, contextlib.ExitStack() as opened:
+        first, second, third = (
+            opened.enter_context(socket.create_connection(("127.0.0.1", running.server_address[1]), timeout=WAIT))
+            for _ in range(3)
+        )
+        assert await asyncio.to_thread(first.recv, 1) == b""
+        for other in (second, third):
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.recv(1)
+
+
 async def test_whom_a_caller_names_as_a_peer_learns_nothing_that_opens_a_node(tmp_path: Path) -> None:
     """Neither the token, nor a request that another node would answer."""
     checkpoint, digest = small_checkpoint(tmp_path / "model")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from sllm_loaderd.sources import Entry, open_source
 from sllm_loaderd.sources.attempts import GAIN, Attempts, RemoteLimits, TryAgain
-from sllm_loaderd.sources.connection import Connection, parse_head, split_url
+from sllm_loaderd.sources.connection import Connection, Connections, parse_head, split_url
 from sllm_loaderd.sources.http import HttpSource
 from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
@@ -195,6 +195,26 @@ def test_redirects_are_remembered_and_given_up_when_they_no_longer_serve(server:
     server.script.extend(["to /weights.bin"] * 20)
     with opened(server) as source, pytest.raises(Unavailable, match="redirects"):
         read(source)
+
+
+def test_what_was_registered_is_asked_for_by_its_tag(server: RangeServer) -> None:
+    with opened(server, etag="abc") as source, pytest.raises(Conflict):
+        read(source)
+    assert server.headers[-1]["If-Match"] == '"abc"'
+
+
+def test_a_source_that_is_closed_has_no_connection(server: RangeServer) -> None:
+    """Neither one that is made then, nor one whose answer was just read: nobody would end them."""
+    origin, target = split_url(f"{server.url}/weights.bin")
+    connections = Connections(GIVE_UP_S, GIVE_UP_S)
+    connection, _ = connections.take(origin)
+    connection.request("HEAD", target, {})
+    assert connection.reusable
+    connections.close()
+    connections.give_back(connection)
+    assert connection._socket.fileno() == -1
+    with pytest.raises(ConnectionAbortedError):
+        connections.take(origin)
 
 
 def test_bytes_beyond_the_object_are_never_asked_for(server: RangeServer) -> None:

@@ -183,6 +183,40 @@ def test_a_copy_is_seen_when_it_is_whole(tmp_path: Path) -> None:
     write.abandon()
 
 
+def test_a_copy_has_its_name_when_its_bytes_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses its power leaves no file whose bytes had not come to the disk."""
+    steps, fsync, rename = list[str](), os.fsync, os.rename
+
+    def synced(fd: int) -> None:
+        steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).suffix}")
+        fsync(fd)
+
+    def renamed(source: Path, target: Path) -> None:
+        steps.append(f"{source.suffix} becomes {target.suffix}")
+        rename(source, target)
+
+    (tmp_path / "tier").mkdir()
+    tier = SsdDirectory(tmp_path / "tier", 8 * CHUNK)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    assert put(tier, 1, 2)
+    assert steps == ["sync .partial", ".partial becomes .bin", "sync "]
+
+
+def test_a_copy_whose_bytes_do_not_come_to_the_disk_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier = SsdDirectory(tmp_path, 8 * CHUNK)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            put(tier, 1, 2)
+    assert not tier.making(digest(1), 0)
+    assert (tier.status()[0], list(tmp_path.iterdir())) == (0, [])
+    assert put(tier, 1, 2)
+
+
 def test_a_copy_that_is_not_what_it_should_be_is_dropped(tmp_path: Path) -> None:
     tier = SsdDirectory(tmp_path, 8 * CHUNK)
     assert put(tier, 1, 2)
@@ -195,6 +229,22 @@ def test_a_copy_that_is_not_what_it_should_be_is_dropped(tmp_path: Path) -> None
     tier.drop(digest(1), 0)
     tier.drop(digest(1), 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_whose_name_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes would take the disk's room until the next start, and count nowhere."""
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tier = SsdDirectory(tmp_path, 8 * CHUNK)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", full)
+        with pytest.raises(OSError, match="No space left"):
+            put(tier, 1, 2)
+    assert not tier.making(digest(1), 0)
+    assert (tier.status()[0], list(tmp_path.iterdir())) == (0, [])
+    assert put(tier, 1, 2)
 
 
 def test_the_tier_can_be_off(tmp_path: Path) -> None:

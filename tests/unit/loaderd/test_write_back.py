@@ -17,7 +17,7 @@ from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.write_back import SsdWrite, _Copy
 from sllm_runtime.protocol.checkpoint import partition_name
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import PoolExhausted, Unavailable
 from tests.unit.loaderd.node import WAIT, Node, RemoteSource, check_ready, on_device
 
 
@@ -140,6 +140,52 @@ def test_the_load_does_not_wait_for_its_copy_and_a_start_takes_the_room_of_one(
         assert start.ended == [None]
         node.settle()
         assert all(not name.startswith(".") for name in os.listdir(tmp_path / "ssd"))
+
+
+def test_a_model_of_which_a_chunk_is_being_written_makes_room_for_nobody(
+    tmp_path: Path, model: StoredModel, other: StoredModel
+) -> None:
+    gate, began = threading.Event(), threading.Event()
+
+    def wait(number: int) -> None:
+        began.set()
+        assert gate.wait(WAIT)
+
+    tier = HookedTier(tmp_path / "ssd", wait)
+    with contextlib.closing(Node(ssd=tier, chunks=len(model.index.partitions[0].digests) + 1, threads=1)) as node:
+        wish = node.wish(model, sources=[RemoteSource(model)], holder="")
+        node.until(lambda: wish.ended)
+        try:
+            assert began.wait(WAIT)
+            with pytest.raises(PoolExhausted, match="being written to the SSD tier"):
+                node.wish(other)
+        finally:
+            gate.set()
+        node.settle()
+        late = node.wish(other)
+        node.until(lambda: late.ended)
+        assert late.ended == [None]
+
+
+def test_a_model_that_makes_room_is_written_no_further(tmp_path: Path, model: StoredModel, other: StoredModel) -> None:
+    """Its memory has other bytes by then."""
+    tier = SsdDirectory(tmp_path / "ssd", 2**30)
+    with contextlib.closing(Node(ssd=tier, chunks=len(model.index.partitions[0].digests) + 1, threads=1)) as node:
+        busy = RemoteSource(other, "disk")
+        busy.gate.clear()
+        first = node.wish(other, sources=[busy], blocks=[(0, 0)], holder="")  # the disk has one thread, which is stuck
+        wish = node.wish(model, sources=[RemoteSource(model)], blocks=[(1, 3)], holder="")
+        node.until(lambda: wish.ended)
+        (resident,) = (resident for resident in node.residency.residents() if resident.model is model)
+        assert resident.write_back is not None
+        assert resident.write_back.busy
+        late = node.wish(other, sources=[])
+        assert not node.residency.has(model.checkpoint.digest)
+        busy.gate.set()
+        node.until(lambda: first.ended and late.ended)
+        node.settle()
+        assert not resident.write_back.busy
+        assert os.listdir(tmp_path / "ssd") == []
 
 
 def test_memory_that_is_being_written_is_not_used_again_before(tmp_path: Path, model: StoredModel) -> None:

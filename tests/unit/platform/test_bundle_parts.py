@@ -141,7 +141,10 @@ async def test_a_node_whose_right_was_taken_asks_gateways_again(nats: Nats, monk
         await parts.close()
 
 
-async def test_who_asks_for_another_node_is_not_answered(nats: Nats) -> None:
+@pytest.mark.parametrize(
+    "to", [subjects.node_command(NODE_2, "stop"), f"{subjects.inbox(subjects.NODE, NODE_2)}.question"]
+)
+async def test_who_asks_for_another_node_is_not_answered(nats: Nats, to: str) -> None:
     """Not in its own inbox, nor where the other one listens."""
     gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
     parts = BundleParts(gateway)
@@ -152,7 +155,6 @@ async def test_who_asks_for_another_node_is_not_answered(nats: Nats) -> None:
         heard.append(str(message))
 
     other = await nats.bus(NODE_2)
-    to = subjects.node_command(NODE_2, "stop")
     await other.subscribe_raw(to, hear)
     await other.flush()
     try:

@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
-from sllm_runtime.platform import trace
+from sllm_runtime.platform import outbox, trace
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity
 from sllm_runtime.platform.settings import Settings
@@ -23,7 +23,7 @@ from sllm_runtime.protocol.errors import (
     Unauthorized,
     Unavailable,
 )
-from sllm_runtime.protocol.limits import MAX_MESSAGE
+from sllm_runtime.protocol.limits import MAX_MESSAGE, MIB
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats, stored
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -196,6 +196,45 @@ async def test_no_answer_in_time_is_deadline_exceeded_and_the_handler_is_ended_w
     assert ended.is_set()
 
 
+async def test_who_serves_no_longer_ends_what_is_being_answered(nats: Nats) -> None:
+    gateway, controller = await nats.bus(GATEWAY), await nats.bus(CONTROLLER)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: Ping) -> Ping:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return request
+
+    serving = await controller.serve(subjects.ctl("ping"), Ping, answer)
+    asking = asyncio.create_task(gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=GIVE_UP_S))
+    await asyncio.wait_for(begun.wait(), GIVE_UP_S)
+    await serving.unsubscribe()
+    assert ended.is_set()
+    asking.cancel()
+    await asyncio.wait({asking})
+
+
+async def test_a_request_without_a_place_for_its_answer_is_not_answered(nats: Nats) -> None:
+    """NATS ends the connection of who publishes to nowhere."""
+    gateway, controller = await nats.bus(GATEWAY), await nats.bus(CONTROLLER)
+    told, asked = list[str](), list[int]()
+
+    async def answer(request: Ping) -> Ping:
+        asked.append(request.n)
+        return request
+
+    controller.on_disconnect(lambda: told.append("gone"))
+    await controller.serve(subjects.ctl("ping"), Ping, answer)
+    gateway.publish_now(subjects.ctl("ping"), Ping(1))
+    await until(lambda: asked == [1])
+    assert await gateway.call(subjects.ctl("ping"), Ping(2), Ping, timeout_s=GIVE_UP_S) == Ping(2)
+    await controller.flush()
+    assert told == []
+
+
 async def test_too_large_a_message_is_refused_at_once(nats: Nats) -> None:
     node = await nats.bus(NODE)
     with pytest.raises(ProtocolError, match="above the limit"):
@@ -264,6 +303,119 @@ async def test_a_slow_subscriber_is_told_once_it_has_caught_up(nats: Nats) -> No
     assert got[:10] == list(range(10))
     assert got == sorted(set(got))
     assert len(got) <= 11
+
+
+async def test_a_slow_subscriber_is_not_told_before_it_has_caught_up(nats: Nats) -> None:
+    gateway, node = await _pair(nats)
+    go, got, told = asyncio.Semaphore(0), list[int](), list[int]()
+
+    async def handle(message: Ping, _subject: str) -> None:
+        await go.acquire()
+        got.append(message.n)
+
+    gateway.on_reconnect(lambda: told.append(len(got)))
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, handle, pending_messages=10)
+    for n in range(100):
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n))
+    await node.flush()
+    await gateway.flush()
+    while not told:  # one after another
+        handled = len(got)
+        go.release()
+        await until(lambda: told or len(got) > handled)  # noqa: B023
+    assert told == [len(got)]
+    assert len(got) >= 10
+
+
+async def _filled(node: Bus, begin: int) -> int:
+    """Publish from that number on until much waits in front of nats-py's buffer, which is full. The next number."""
+    number = begin
+    while node.free or number < begin + 140:
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(number, bytes(200_000)))
+        number += 1
+    for _ in range(20):  # turns of what hands it over
+        await asyncio.sleep(0)
+    assert node._outbox._waiting
+    return number
+
+
+async def test_what_waits_goes_first_and_gives_its_room_back(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is published, and each time that the server takes nothing for a while."""
+    monkeypatch.setattr(outbox, "_MOST", 32 * MIB)
+    gateway, node = await _pair(nats)
+    got: list[int] = []
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: got.append(m.n))
+    assert nats.server.child is not None
+    number = 0
+    for _ in range(3):
+        with suspended(nats.server.child.pid):
+            number = await _filled(node, number)
+            publishing = asyncio.create_task(node.publish(subjects.frames(GATEWAY, NODE), Ping(number)))
+            await asyncio.sleep(0)
+            flushing = asyncio.create_task(node.flush())
+            await asyncio.sleep(0)
+            number += 1
+        while node._outbox._waiting:
+            node.publish_now(subjects.frames(GATEWAY, NODE), Ping(number))
+            number += 1
+            await asyncio.sleep(0)
+        await publishing
+        await flushing
+        await until(lambda: len(got) == number)  # noqa: B023
+    assert got == list(range(number))
+
+
+async def test_a_flush_of_what_is_not_taken_says_so(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await nats.bus(NODE)
+    assert nats.server.child is not None
+    with suspended(nats.server.child.pid):
+        await _filled(node, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(outbox, "RPC_TIMEOUT_S", 0.1)
+            with pytest.raises(Unavailable, match="messages wait"):
+                await node.flush()
+    await node.flush()
+
+
+async def test_what_finds_no_room_while_the_server_is_away_is_not_kept_for_later(nats: Nats) -> None:
+    node = await nats.bus(NODE)
+    await nats.kill()
+    await until(lambda: not node.connected)
+    _publish(node, range(100), bytes(200_000))
+    await until(lambda: not node._outbox._waiting)
+    assert node._outbox.lost > 0
+    await nats.start()
+    await until(lambda: node.connected)
+
+
+async def test_what_has_ended_leaves_nothing_behind(nats: Nats) -> None:
+    """Each reader of a stream subscribes, and each poll is a question: a gateway has many in its life."""
+    gateway, node = await _pair(nats)
+
+    async def never(request: Ping) -> Ping:
+        await asyncio.Event().wait()
+        return request
+
+    listeners = dict(gateway._client._listeners)
+    for subscribing in (
+        gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda *_: None),
+        gateway.listen(subjects.frames(GATEWAY, NODE), lambda *_: None),
+    ):
+        await (await subscribing).unsubscribe()
+    assert not gateway._subscriptions
+    assert gateway._client._listeners == listeners
+    subject = subjects.node_open(NODE, GATEWAY)
+    with pytest.raises(Unavailable):
+        await gateway.call(subject, Ping(), Ping, timeout_s=GIVE_UP_S)
+    served = await node.serve(subject, Ping, never)
+    with pytest.raises(DeadlineExceeded):
+        await gateway.call(subject, Ping(), Ping, timeout_s=0.1)
+    asking = asyncio.create_task(gateway.call(subject, Ping(), Ping, timeout_s=GIVE_UP_S))
+    await until(lambda: gateway._questions._waiting)
+    asking.cancel()
+    await asyncio.wait({asking})
+    assert not gateway._questions._waiting
+    await served.unsubscribe()
 
 
 # --- who may what ---------------------------------------------------------------------------------

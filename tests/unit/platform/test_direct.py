@@ -142,6 +142,19 @@ async def test_answers_come_straight_to_who_waits(nats: Nats) -> None:
     assert all(reply.startswith(subjects.inbox("gateway", GATEWAY)) for reply in heard)
 
 
+async def test_of_answers_that_are_read_together_the_first_counts(nats: Nats) -> None:
+    """Who waits has not had its turn between them. What is raised where they are parsed ends the connection."""
+    gateway, node = await nats.bus(GATEWAY), await nats.bus(NODE)
+    subject, heard = subjects.node_open(NODE, GATEWAY), list[str]()
+    await node.listen(subject, lambda _subject, reply, _data: heard.append(reply))
+    asking = asyncio.create_task(gateway.call(subject, Ping(), Ping, timeout_s=GIVE_UP_S))
+    await until(lambda: heard)
+    for number in (1, 2):
+        answer = codec.pack(Reply(value=msgspec.Raw(codec.pack(Ping(number)))))
+        gateway._questions._answered(heard[0], "", answer, "")
+    assert await asking == Ping(1)
+
+
 async def test_a_flush_that_was_given_up_does_not_end_the_connection(
     nats: Nats, caplog: pytest.LogCaptureFixture
 ) -> None:

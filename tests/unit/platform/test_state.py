@@ -5,21 +5,26 @@ import json
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeout
 from nats.js.api import ConsumerConfig, PubAck
 from nats.js.errors import APIError
 
 from sllm_runtime.platform import state
+from sllm_runtime.platform import watch as watching
+from sllm_runtime.platform.bus import Handler, Subscription
+from sllm_runtime.platform.consumers import HEARTBEAT_S
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.streams import STATE_STREAM
-from sllm_runtime.platform.watch import Last, last_messages
+from sllm_runtime.platform.watch import Last, Watch, last_messages
 from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, Term
 from sllm_runtime.protocol.subjects import TERM_KEY, function_key, node_key
 from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, GATEWAY, NODE, Nats
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 
@@ -181,6 +186,17 @@ async def test_who_moves_its_fence_and_hears_no_answer_still_leads(nats: Nats, m
     await other.confirm()
 
 
+async def test_who_is_elected_and_hears_no_answer_leads(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the term until then alone, which is its own by now."""
+    store = await nats.store()
+    lossy = Lossy(store, monkeypatch)
+    lossy.lose = {TERM_KEY}
+    assert await store.elect(CONTROLLER, over=0) == 1
+    assert not lossy.lose
+    await store.put(node_key("n1"), _node("n1"))
+    assert await store.get(TERM_KEY, Term) == Term(term=1, controller=CONTROLLER)
+
+
 async def test_a_leader_that_was_deposed_moves_no_fence(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     leader = await _leader(nats)
     lossy = Lossy(leader, monkeypatch)
@@ -286,6 +302,57 @@ async def test_a_watch_of_nothing_is_ready_at_once(nats: Nats) -> None:
     watch = await asyncio.wait_for(reader.watch("routes.>", NodeRecord, lambda *_: None), GIVE_UP_S)
     assert watch.synced.is_set()
     await watch.close()
+
+
+@pytest.mark.parametrize("missed", ["one of two", "the last one", "the consumer"])
+async def test_a_watch_that_has_missed_something_looks_again(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, missed: str
+) -> None:
+    """By the gap before what comes next, by what a heartbeat says, or by there being none any more."""
+    leader = await _leader(nats)
+    reader = await StateStore.open(await nats.bus(GATEWAY), create=False)
+    monkeypatch.setattr(watching, "SILENCE_S", 2 * HEARTBEAT_S if missed == "the consumer" else 10 * GIVE_UP_S)
+    subscribe, subscribed = reader._bus.subscribe_raw, list[str]()
+
+    async def lossy(subject: str, handler: Handler) -> Subscription:
+        subscribed.append(subject)
+
+        async def hear(message: Msg) -> None:
+            beat = not message.reply.startswith("$JS.ACK.")
+            lost = beat if missed == "one of two" else False
+            if not (subject == subscribed[0] and (lost or message.subject.endswith(node_key("n1")))):
+                await handler(message)
+
+        return await subscribe(subject, hear)
+
+    monkeypatch.setattr(reader._bus, "subscribe_raw", lossy)
+    told = dict[str, NodeRecord | None]()
+    watch = await reader.watch("nodes.>", NodeRecord, told.__setitem__)
+    if missed == "the consumer":
+        for info in await leader._bus.jetstream.consumers_info(STATE_STREAM):
+            await leader._bus.jetstream.delete_consumer(STATE_STREAM, info.name)
+    await leader.put(node_key("n1"), _node("n1"))
+    if missed == "one of two":
+        await leader.put(node_key("n2"), _node("n2"))
+    await until(lambda: node_key("n1") in told, what="what was missed is told")
+    await watch.close()
+
+
+async def test_a_watch_that_has_ended_or_never_began_is_told_of_no_reconnect(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _leader(nats)
+    bus = await nats.bus(GATEWAY)
+    before = list(bus._reconnected._callbacks)
+    watch = Watch(bus, STATE_STREAM, "$KV.sllm_state.nodes.>", lambda *_: None)
+    await watch.start()
+    await watch.close()
+    assert bus._reconnected._callbacks == before
+    monkeypatch.setattr(watching, "_SYNC_S", 0.1)
+    assert nats.server.child is not None
+    with suspended(nats.server.child.pid), pytest.raises(Unavailable, match="nothing came"):
+        await Watch(bus, STATE_STREAM, "$KV.sllm_state.nodes.>", lambda *_: None).start()
+    assert bus._reconnected._callbacks == before
 
 
 async def test_a_watch_through_an_outage_tells_only_what_changed_deletions_too(nats: Nats) -> None:

@@ -107,6 +107,44 @@ async def test_one_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
     await supervisor.stop()
 
 
+async def test_ends_of_long_ago_do_not_count(tmp_path: Path) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += QUICK.within_s
+        return now
+
+    lasts = [spec("a", SERVES, tmp_path)]
+    supervisor = Supervisor(lasts, restarts=QUICK, clock=clock)
+    await supervisor.start()
+    for number in range(1, QUICK.most + 3):
+        before = supervisor.pids()["a"]
+        os.kill(before, signal.SIGKILL)
+        await until(
+            lambda: supervisor.failed.done() or supervisor.pids().get("a") not in (None, before)  # noqa: B023
+        )
+        assert not supervisor.failed.done()
+        assert supervisor.restarts() == {"a": number}
+    await supervisor.stop()
+
+
+async def test_the_children_of_one_that_died_are_killed_before_it_is_started_again(tmp_path: Path) -> None:
+    parent = (
+        "import subprocess, sys;"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+        "print(child.pid, flush=True);" + SERVES
+    )
+    supervisor = Supervisor([spec("a", parent, tmp_path)], restarts=QUICK)
+    await supervisor.start()
+    grandchild, before = int((tmp_path / "a.log").read_text()), supervisor.pids()["a"]
+    assert start_time(grandchild) is not None
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: supervisor.pids().get("a") not in (None, before))
+    await until(lambda: start_time(grandchild) is None)
+    await supervisor.stop()
+
+
 @pytest.mark.parametrize(
     ("code", "ready_s", "what"),
     [

@@ -363,6 +363,37 @@ async def test_what_the_kernel_has_no_room_for_is_sent_later(
     right.close()
 
 
+async def test_of_descriptors_that_cannot_all_be_sent_none_stays_open(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    left = AsyncWire(pair[0])
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        left.send(b"1", [0, 0, 1_000_000])
+    assert len(os.listdir("/proc/self/fd")) == before
+    left.send(b"2")
+    pair[1].setblocking(True)
+    assert pair[1].recv(9) == HEADER.pack(1) + b"2"
+    left.close()
+
+
+async def test_a_shortage_that_is_over_does_not_count_for_the_next(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = AsyncWire(pair[0]), AsyncWire(pair[1])
+    monkeypatch.setattr(wire_module, "SHORT_S", 0.1)
+    for payload in (b"1", b"2"):
+        short = Short(monkeypatch, errno.ENOBUFS, 1)
+        left.send(payload, [0])
+        await asyncio.wait_for(left.drain(), GIVE_UP_S)
+        assert short.left == 0
+        assert not left.peer_gone
+        assert await asyncio.wait_for(right.receive(), GIVE_UP_S) == payload
+        await asyncio.sleep(wire_module.SHORT_S)
+    left.close()
+    right.close()
+
+
 async def test_who_can_send_nothing_is_told(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

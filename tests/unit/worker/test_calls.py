@@ -34,7 +34,7 @@ def sender() -> Iterator[Sender]:
     theirs.close()
 
 
-def running(sender: Sender) -> Calls:
+def running(sender: Sender, body: bytes = b"{}") -> Calls:
     """One call, number 1, that ends when it is cancelled."""
 
     async def run(call: Call) -> None:
@@ -46,7 +46,7 @@ def running(sender: Sender) -> Calls:
         call="c", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True, body_bytes=2,
         timeout_s=GIVE_UP_S, idle_timeout_s=GIVE_UP_S, seed=0,
     )  # fmt: skip
-    made.start(StartCall(number=1, head=head, body=b"{}"))
+    made.start(StartCall(number=1, head=head, body=body))
     return made
 
 
@@ -68,6 +68,18 @@ async def test_it_ends_a_moment_after_its_last_call_has_moved_away(
             assert not stopping.done()
         else:
             await until(stopping.done, what="nothing is waited for")
+    finally:
+        await end([stopping])
+
+
+async def test_a_call_whose_body_is_not_whole_holds_up_no_stop(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it runs that could be deaf to its cancel."""
+    monkeypatch.setattr(calls, "_CANCEL_S", 10 * GIVE_UP_S)
+    made = running(sender, b"{")
+    stopping = asyncio.create_task(made.drain(0.0))
+    try:
+        await until(stopping.done, what="it has stopped")
+        assert made.count() == 0
     finally:
         await end([stopping])
 

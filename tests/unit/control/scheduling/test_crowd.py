@@ -204,6 +204,20 @@ def test_a_start_from_afar_makes_way_for_those_who_could_start_there_from_near(l
         assert "waits for calls to end on mine" in str(decision.reason)
 
 
+@pytest.mark.parametrize(("lacking", "moves"), [(0, True), (1, False)])
+def test_no_room_is_moved_for_where_others_could_start_from_near(lacking: int, moves: bool) -> None:
+    """It takes 20 s there, and 30 s where it waits for a call to end; on ``spare`` it has no room."""
+    spare = node("spare", resident=(C.digest,), free_memory=8 * GIB)
+    nodes = (node("mine", models=(A.digest,)), node("theirs", models=(B.digest,)), spare)
+    view = function(cluster(*nodes, models=(A, B, C)), "a", A, memory=30 * GIB)[0]
+    view = function(function(view, "b", B)[0], "c", C, engine=True, model=C.digest)[0]
+    view = idle(function(view, "busy")[0], "busy", "mine", running=1)
+    view = idle(view, "c", "theirs", running=1, carries=True)
+    lack = {("a", 1): 1} | ({("b", 1): 1} if lacking else {})
+    view = replace(view, learned=view.learned.called(("busy", 1), 27.0), lacking=lack)
+    assert isinstance(place(StartupTime(), view, "a"), Migrate if moves else Wait)
+
+
 def test_room_where_others_lack_none_is_taken_first() -> None:
     nodes = (node("crowded", models=(A.digest, B.digest)), node("other", models=(A.digest,)))
     view = function(function(cluster(*nodes, models=(A, B)), "a", A)[0], "b", B)[0]
@@ -229,6 +243,17 @@ def test_it_is_moved_to_a_slower_server_where_others_lack_none() -> None:
     decision = place(StartupTime(), replace(view, lacking={("b", 1): 9}), "a")
     assert isinstance(decision, Migrate)
     assert [move.node for move in decision.moves] == ["slow"]
+
+
+def test_preferred_accelerators_come_before_what_others_lack() -> None:
+    nodes = (node("crowded", models=(A.digest, B.digest)), node("other", kind="T4", models=(A.digest,)))
+    view = function(function(cluster(*nodes, models=(A, B)), "a", A)[0], "b", B)[0]
+    version = view.versions["a", 1]
+    both = version.manifest.model_copy(update={"gpu": ("L4", "T4")})
+    view = view.put_version(msgspec.structs.replace(version, manifest=both))
+    decision = place(StartupTime(), replace(view, lacking={("b", 1): 1}), "a")
+    assert isinstance(decision, Place)
+    assert decision.node == "crowded"
 
 
 def test_a_plan_counts_what_is_lacking_until_it_has_its_place() -> None:

@@ -32,7 +32,7 @@ from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import InstanceRecord, LearnedRecord
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import IMPORT, PROVE, SANDBOX, SETUP, WEIGHTS, Span
-from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, model, node
+from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, model, node, queued
 
 KEY = ("chat", 1)
 
@@ -90,6 +90,33 @@ def test_the_first_start_is_believed_and_later_ones_move_the_median() -> None:
     assert learned.sandbox_s("b", True) == 0.002
     assert learned.sandbox_s("c", True) == 0.003, "the middle of what starts took of late, wherever they were"
     assert learned.sandbox_s("a", True) == 0.05
+
+
+def test_the_least_that_a_sandbox_or_a_release_takes_is_the_least_that_one_took() -> None:
+    """Where that is more than one took no search looks at servers where it is as quick."""
+    learned = Learned()
+    for seconds, least in ((0.5, WARM_SANDBOX_S), (0.004, 0.004), (0.01, 0.004)):
+        learned = learned.after(KEY, "a", True, spans(seconds, 0.0, 0.0))
+        assert learned.least == least
+    for seconds, least in ((0.5, RELEASE_S), (0.1, 0.1), (0.15, 0.1)):
+        learned = learned.released(KEY, seconds)
+        assert learned.least_release == least
+
+
+def test_of_all_that_the_weights_are_expected_to_take_a_share_is_taken_back() -> None:
+    """Also of what waits before them."""
+    weights = model("m", 2 * GB)
+    view = cluster(queued(node("a", models=(weights.digest,)), DISK, 8 * GB), models=(weights,))
+    learned = Learned().missed(KEY, "ssd", -10.0)
+    assert estimate(Servers().of(view)["a"], KEY, weights, learned).rest == pytest.approx(-OVER * 10.0)
+
+
+def test_of_moves_the_newest_count_most() -> None:
+    learned = Learned()
+    for number, took_s in ((100, 1.0), (30, 2.0)):
+        for tokens in range(number):
+            learned = learned.resumed("m", float(tokens % 10), took_s)
+    assert 1.7 < learned.resume_s("m", 5.0) < 2.0
 
 
 def test_a_self_test_is_not_expected_again() -> None:

@@ -75,3 +75,22 @@ def test_two_that_want_the_same_place_share_out() -> None:
     found = search((2, 0), movable, {"a": (1, 0), "b": (1, 0)})
     assert found is not None
     assert {name: target.server for name, target in found.chosen} == {"x": "b", "y": "a"}
+
+
+def test_what_has_come_as_far_in_less_time_is_gone_on_from() -> None:
+    """``x`` is looked at first, and gives as much as ``y``, which goes to ``b`` sooner; ``z`` has to go to ``a``."""
+    movable = [
+        Movable("x", (1,), (Target("a", (1,), 1.0), Target("b", (1,), 10.0))),
+        Movable("y", (1,), (Target("b", (1,), 3.0),)),
+        Movable("z", (2,), (Target("a", (1,), 5.0),)),
+    ]
+    found = search((3,), movable, {"a": (1,), "b": (1,)})
+    assert found is not None
+    assert ({name for name, _ in found.chosen}, found.seconds) == ({"y", "z"}, 8.0)
+
+
+def test_of_more_than_are_looked_at_the_quickest_to_move_are() -> None:
+    movable = [Movable(f"i{n:02}", (1,), (Target("a", (1,), float(20 - n)),)) for n in range(MOST_MOVES + 4)]
+    found = search((2,), movable, {"a": (20,)})
+    assert found is not None
+    assert {name for name, _ in found.chosen} == {"i10", "i11"}

@@ -69,10 +69,35 @@ def test_it_is_not_moved_without_leave() -> None:
     assert decision.node == "free"
 
 
+def test_that_is_stopped_which_gives_its_place_back_sooner() -> None:
+    nodes = (node("full", resident=(M.digest,)), node("next", resident=(M.digest,)), node("free"))
+    view, _ = function(cluster(*nodes, models=(M,)), "chat", M)
+    for name, where, seconds in (("slow", "full", 100.0), ("quick", "next", 0.2)):
+        view, _ = function(view, name, engine=True, model="/other")
+        view = idle(view, name, where, running=1, carries=True)
+        view = replace(view, learned=view.learned.released((name, 1), seconds))
+    decision = place(Preemption(), view, "chat")
+    assert isinstance(decision, Evict)
+    assert decision.instances == ("quick-on-next-0",)
+
+
 def test_what_is_stopped_for_it_goes_on_elsewhere() -> None:
     decision = place(Preemption(), crowded(), "chat")
     assert isinstance(decision, Evict)
     assert (decision.instances, decision.at_once) == (("other-on-full-0",), True)
+
+
+def test_of_those_at_work_the_one_that_has_worked_least_is_stopped() -> None:
+    nodes = (node("full", gpus=2, resident=(M.digest, OTHER.digest)), node("free", resident=(OTHER.digest,)))
+    view, _ = function(cluster(*nodes, models=(M, OTHER)), "chat", M)
+    view, _ = function(view, "other", OTHER, engine=True, model="/other")
+    for gpu, seconds in enumerate((50.0, 20.0)):
+        view = idle(view, "other", "full", gpu, running=1, carries=True)
+        there = view.instances[f"other-on-full-{gpu}"]
+        view = view.put_instance(replace(there, busy_since=NOW - seconds))
+    decision = place(Preemption(), view, "chat")
+    assert isinstance(decision, Evict)
+    assert decision.instances == ("other-on-full-1",)
 
 
 @pytest.mark.parametrize("policy", [MOVES, Preemption()], ids=["startup-time", "preemption"])
@@ -116,6 +141,11 @@ def test_nothing_moves_twice_within_thirty_seconds(side: str) -> None:
         assert isinstance(decision, Migrate if moves else Place), (state, ended)
 
 
+def test_what_is_on_trial_stays() -> None:
+    """Its deployment waits for what it does there."""
+    assert isinstance(place(MOVES, crowded().put_trial(("other", 1), True), "chat"), Place)
+
+
 def test_it_moves_to_its_own_kind_of_accelerator_only() -> None:
     assert isinstance(place(MOVES, crowded(kind="L4"), "chat"), Migrate)
     view = crowded(kind="T4")
@@ -123,6 +153,21 @@ def test_it_moves_to_its_own_kind_of_accelerator_only() -> None:
     running = view.instances["other-on-full-0"]
     view = view.put_instance(replace(running, manifest=both))
     assert isinstance(place(MOVES, view, "chat"), Wait), "other accelerators compute other bits"
+
+
+@pytest.mark.parametrize(("policy", "made"), [(MOVES, Migrate), (Preemption(), Evict)])
+def test_nothing_makes_way_where_more_than_room_is_lacking(policy: Policy, made: type) -> None:
+    """A label that no move gives back; it starts where that is, at once."""
+    for labels, decided in (({"zone": "b"}, made), ({"zone": "a"}, Place)):
+        view = crowded()
+        version = view.versions["chat", 1]
+        what = version.manifest.model_copy(update={"labels": {"zone": "b"}})
+        view = view.put_version(msgspec.structs.replace(version, manifest=what))
+        for name, there in (("full", labels), ("free", {"zone": "b"})):
+            known = view.nodes[name]
+            assert known.status is not None
+            view = view.put_node(replace(known, status=msgspec.structs.replace(known.status, labels=there)))
+        assert isinstance(place(policy, view, "chat"), decided), labels
 
 
 def test_a_start_waits_for_the_moves_that_were_decided_for_it() -> None:

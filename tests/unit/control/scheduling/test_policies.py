@@ -180,6 +180,20 @@ def test_preferred_accelerators_come_before_time() -> None:
     assert decision.node == "slow"
 
 
+@pytest.mark.parametrize(("kinds", "ends"), [(("L4", "T4"), False), (("T4", "L4"), True)])
+def test_nothing_is_ended_for_less_wanted_accelerators_than_are_free(kinds: tuple[str, str], ends: bool) -> None:
+    """However much sooner it would start there."""
+    view = cluster(node("far"), node("near", kind="T4", models=(M.digest,)), models=(M,))
+    view, _ = function(view, "chat", M)
+    version = view.versions["chat", 1]
+    view = view.put_version(
+        msgspec.structs.replace(version, manifest=version.manifest.model_copy(update={"gpu": kinds}))
+    )
+    view = idle(function(view, "old")[0], "old", "near")
+    decision = place(StartupTime(), view, "chat")
+    assert isinstance(decision, Evict if ends else Place)
+
+
 def test_locality_waits_where_the_weights_are() -> None:
     view, _ = function(cluster(node("full", models=(M.digest,)), node("free"), models=(M,)), "chat", M)
     view, _ = function(view, "other")

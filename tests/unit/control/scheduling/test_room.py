@@ -14,6 +14,7 @@ from sllm_runtime.control.plan import Context, Plan, plan
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.room import MOVED
 from sllm_runtime.control.scheduling.policies import POLICIES, StartupTime
+from sllm_runtime.control.scheduling.startup import OVERDUE_S
 from sllm_runtime.control.view import PutOff, Stop, View
 from sllm_runtime.protocol.states import MigrationState
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place
@@ -76,6 +77,16 @@ def test_what_moves_for_one_instance_keeps_no_other_from_free_room() -> None:
     assert list(again.view.moves) == ["other-on-full-0"], "nothing more is moved meanwhile"
 
 
+@pytest.mark.parametrize(("over_s", "waits"), [(OVERDUE_S - 0.1, True), (OVERDUE_S + 0.1, False)])
+def test_moves_that_are_overdue_are_not_waited_for_beside_room(over_s: float, waits: bool) -> None:
+    made = planned(moved().put_waiting(CHAT, "gw", 1)).view
+    (move,) = made.moves.values()
+    now = move.decided + move.seconds + over_s
+    later = replace(made, listening_since=now)
+    decision = StartupTime().place(request(later, CHAT), later, now, random.Random(1))
+    assert isinstance(decision, Wait if waits else Place)
+
+
 def test_what_is_moved_for_one_start_is_neither_waited_for_nor_ended_for_another() -> None:
     view = moved().put_waiting(CHAT, "gw", 1)
     late = model("late", 20 * GB)
@@ -92,6 +103,21 @@ def test_what_is_moved_for_one_start_is_neither_waited_for_nor_ended_for_another
     going = replace(going, migrations={"other-on-full-0": gone})
     after = planned(replace(going, learned=going.learned.called(("other", 1), 0.5))).view
     assert dict(after.claims) == {"other-on-full-0": MOVED}, "and until its place is given back"
+
+
+def test_what_is_moved_for_one_start_is_not_moved_for_another() -> None:
+    """Though there is room for it to go on, and the other one would start sooner too."""
+    view = moved().put_waiting(CHAT, "gw", 1)
+    late = model("late", 20 * GB)
+    there = view.nodes["full"].status
+    assert there is not None
+    resident = (*there.resident, late.digest)
+    view = observe(view.put_model(late), msgspec.structs.replace(there, sequence=2, resident=resident), NOW, 0.0)
+    view = function(view, "late", late)[0]
+    assert isinstance(place(StartupTime(), view, "late"), Migrate)
+    made = planned(view.put_waiting(("late", 1), "gw", 1)).view
+    assert {name: move.by for name, move in made.moves.items()} == {"other-on-full-0": CHAT}
+    assert [each.record.node for each in made.of(("late", 1))] == ["free"]
 
 
 def test_who_gets_an_instance_and_wants_another_has_waited_all_the_while() -> None:

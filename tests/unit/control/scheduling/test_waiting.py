@@ -17,7 +17,8 @@ from sllm_runtime.control.placement import Decision, Place, Wait
 from sllm_runtime.control.plan import Context, plan
 from sllm_runtime.control.scheduling.learned import RELEASE_S
 from sllm_runtime.control.scheduling.policies import StartupTime
-from sllm_runtime.control.view import Claim, View
+from sllm_runtime.control.view import Claim, Migration, View
+from sllm_runtime.protocol.states import MigrationState
 from tests.unit.control.scheduling.cluster import GB, NOW, cluster, function, idle, model, node, place
 
 M = model("m", 2 * GB)
@@ -104,7 +105,7 @@ def test_who_has_a_node_kept_for_it_waits_for_no_call() -> None:
     assert decision.node == "far"
 
 
-@pytest.mark.parametrize("why", ["unknown", "in demand", "claimed", "wanted"])
+@pytest.mark.parametrize("why", ["unknown", "in demand", "claimed", "wanted", "destination"])
 def test_what_is_not_expected_to_become_free_is_not_waited_for(why: str) -> None:
     view = busy(None if why == "unknown" else 0.5)
     if why == "in demand":
@@ -113,6 +114,9 @@ def test_what_is_not_expected_to_become_free_is_not_waited_for(why: str) -> None
         view = replace(view, claims={"other-on-near-0": Claim(inf)})
     elif why == "wanted":
         view = replace(view, warm={OTHER: (1, NOW + 60.0)})
+    elif why == "destination":
+        comes = Migration("gone", "near", MigrationState.MOVING, NOW, destination="other-on-near-0")
+        view = replace(view, migrations={"gone": comes})
     assert isinstance(chat(view), Place)
 
 

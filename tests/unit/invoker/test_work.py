@@ -1,0 +1,77 @@
+"""What a worker is told of its calls, if it takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from sllm_invoker.call import Call
+from sllm_invoker.work import Work
+from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol import limits
+from sllm_runtime.protocol.errors import SllmError, Unavailable
+from sllm_runtime.protocol.frames import CallHead
+from sllm_runtime.protocol.worker import CallBody
+from tests.fixtures.invoker import order
+from tests.fixtures.waiting import until
+
+
+class Told:
+    """``work`` towards a worker that reads when the test does, and what is said of it."""
+
+    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
+        self.wire, self.worker = AsyncWire(ours), theirs
+        self.consumed: list[int] = []
+        self.silent: list[SllmError] = []
+        self.work = Work(
+            order(), self.wire, lambda _: None, lambda _, cost: self.consumed.append(cost), self.silent.append,
+            lambda: 0.0,
+        )  # fmt: skip
+
+
+@pytest.fixture
+async def told() -> AsyncIterator[Told]:
+    ours, theirs = socket.socketpair()
+    made = Told(ours, theirs)
+    yield made
+    made.wire.close()
+    theirs.close()
+
+
+async def test_a_worker_that_takes_nothing_is_lost_and_what_waits_for_it_bounded(told: Told) -> None:
+    for _ in range(64):
+        told.work.tell(CallBody(1, bytes(limits.MAX_PART)))
+        assert told.wire._queued < 10 * limits.MAX_MESSAGE
+    assert told.silent
+    assert isinstance(told.silent[0], Unavailable)
+
+
+async def test_one_that_has_gone_is_noticed_by_who_listens_to_it(told: Told) -> None:
+    told.worker.close()
+    for _ in range(2):
+        told.work.tell(CallBody(1, b"1"))
+    assert told.silent == []
+
+
+async def test_credit_for_a_body_comes_when_the_worker_has_taken_it(told: Told) -> None:
+    body = [bytes(limits.MAX_PART)] * 4
+    size = sum(map(len, body))
+    head = CallHead(
+        call="c", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True, body_bytes=2 * size,
+        timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=limits.WINDOW,
+    )  # fmt: skip
+    feeding = asyncio.create_task(told.work.feed_back())
+    told.work.begin(Call(told.work.next_number(), "gw", head, 0.0), body)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert told.consumed == []
+    got, loop = 0, asyncio.get_running_loop()
+    told.worker.setblocking(False)
+    while got < size:
+        got += len(await loop.sock_recv(told.worker, limits.MIB))
+    await until(lambda: told.consumed == [len(part) + limits.FRAME_COST for part in body], what="it is granted")
+    feeding.cancel()
+    await asyncio.wait([feeding])
