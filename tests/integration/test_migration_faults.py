@@ -57,6 +57,10 @@ ALL: Final = [(step, victim) for step in STEPS for victim in VICTIMS]
 DIES: Final = [
     pytest.param(*case, id="-".join(case), marks=() if case in USUAL else (pytest.mark.slow,)) for case in ALL
 ]
+AMONG: Final = [
+    pytest.param(*case, id="-".join(case), marks=() if case == ("handed", "source-worker") else (pytest.mark.slow,))
+    for case in ALL
+]
 SILENT: Final = [pytest.param(*case, id="-".join(case), marks=(pytest.mark.slow,)) for case in ALL]
 ENDS: Final = {
     how: [pytest.param(step, marks=() if step == usual else (pytest.mark.slow,)) for step in STEPS]
@@ -126,6 +130,15 @@ def test_dies(flow: Flow, step: str, victim: str) -> None:
     if migration:
         kind = f"migration.{migration}"
         wait(lambda: told(flow, kind, instance=met.source.instance), f"{kind} of {met.source.instance}")
+
+
+@pytest.mark.parametrize(("step", "victim"), AMONG)
+def test_dies_among_several(flow: Flow, step: str, victim: str) -> None:
+    """Three calls of one instance go their way together, two of one gateway and one of the other."""
+    with flow.move(step, first=early(step, victim), beside=2) as met:
+        kill(VICTIMS[victim](flow, met))
+        assert flow.rest(met) == met.right
+        assert all(other.whole() for other in met.others)
 
 
 def told(flow: Flow, kind: str, **of_whom: str) -> list[str]:
