@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
@@ -18,6 +19,8 @@ from sllm_runtime.platform.wire import AsyncWire
 log = logging.getLogger(__name__)
 _PROOF_EVERY_S = 1.0
 _PROOF_TRIES = 60
+_PROOF_SELDOM_S = 30.0
+"""After so many tries: to read /proc takes its time, and who lives on that long may do so for days."""
 _CLEAN_LOOKS = 2
 """A process may fork while /proc is being read: one clean look is no proof."""
 
@@ -112,7 +115,7 @@ class Holders:
     async def _prove(self, name: str, holder: _Holder) -> None:
         """A closed connection proves nothing, the sandbox may keep its mappings; that no process has them does."""
         clean = 0
-        for _ in range(_PROOF_TRIES):
+        for number in itertools.count(1):
             used = await asyncio.to_thread(used_inodes)
             if self._holders.get(name) is not holder or holder.owner is not None or holder.connections:
                 holder.proof = None
@@ -123,9 +126,10 @@ class Holders:
                 log.info("sandbox %s was left by its invoker and is dead", name)
                 self.gone(name)
                 return
+            if number == _PROOF_TRIES:
+                log.warning("sandbox %s was left by its invoker and lives on: its chunks stay held until it ends", name)
             if not clean:
-                await asyncio.sleep(_PROOF_EVERY_S)
-        log.warning("sandbox %s was left by its invoker and cannot be proven dead: its chunks stay held", name)
+                await asyncio.sleep(_PROOF_EVERY_S if number < _PROOF_TRIES else _PROOF_SELDOM_S)
 
     def close(self) -> None:
         """End all connections; their tasks end in the group."""
