@@ -142,6 +142,12 @@ class Ending:
             self._end_with(call, error)
         self.forget_if_over(call)
 
+    def spared(self, call: Call, binding: Binding) -> None:
+        """It is over, and its instance was never asked: that one's slot is free."""
+        call.binding = None
+        self._dispatcher.release(call, binding.instance)
+        self.forget_if_over(call)
+
     def _end_with(self, call: Call, error: SllmError) -> None:
         if not call.over:
             call.error = error

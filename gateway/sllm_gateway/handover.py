@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call
@@ -69,7 +69,7 @@ class Handover:
         self._tasks.start(self._open(call, call.binding), "open")
 
     async def _open(self, call: Call, binding: Binding) -> None:
-        if call.before_open is not None and not await self._may_open(call, binding, call.before_open):
+        if not await self._may_open(call, binding):
             return
         binding.asked, binding.inbox.heard = True, self._clock()
         request = call.request(binding, binding.inbox.heard)
@@ -92,18 +92,17 @@ class Handover:
         else:
             self._refused(call, binding, opened.status, opened.note)
 
-    async def _may_open(self, call: Call, binding: Binding, before: Callable[[], Awaitable[None]]) -> bool:
-        """Whether it is to be asked still, when what comes ``before`` is done. Else its slot is free again."""
-        try:
-            await before()
-        except SllmError as error:
-            self._ending.fail(call, error)
+    async def _may_open(self, call: Call, binding: Binding) -> bool:
+        """Whether it is to be asked still, when what comes before that is done. Else its slot is free again."""
+        if call.before_open is not None:
+            try:
+                await call.before_open()
+            except SllmError as error:
+                self._ending.fail(call, error)
         if call.binding is not binding:
             return False
         if call.over:
-            call.binding = None
-            self._dispatcher.release(call, binding.instance)
-            self._ending.forget_if_over(call)
+            self._ending.spared(call, binding)
             return False
         return True
 

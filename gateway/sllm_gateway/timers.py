@@ -36,6 +36,8 @@ class Life(Protocol):
 
     def cut(self, call: Call, error: SllmError) -> None: ...
 
+    def spared(self, call: Call, binding: Binding) -> None: ...
+
 
 @dataclass
 class _Awaited:
@@ -135,7 +137,10 @@ class Timers:
             self._look_at_deadlines(call, now)
         if binding is None or call.binding is not binding:
             return
-        if binding.asked and binding.cancelled and binding.silent(now) and self._link.connected:
+        if call.over and not binding.asked:  # what comes before that may take long: JetStream may be away
+            self._life.spared(call, binding)
+            return
+        if binding.cancelled and binding.silent(now) and self._link.connected:
             self._life.lost(call, binding, f"node {binding.node} is silent")
             return
         self._link.send_all(binding.node, binding.tend(now))

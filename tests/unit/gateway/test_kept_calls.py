@@ -965,3 +965,25 @@ async def test_a_key_whose_call_was_refused_may_try_again_at_once(nats: Nats) ->
         assert (again.status_code, again.text) == (200, "[0,1]")
         joined = await w.http.post("/fn/gate", json={}, headers=key("k"))
         assert joined.headers["sllm-call-id"] == again.headers["sllm-call-id"]
+
+
+async def test_one_that_ends_before_its_instance_is_asked_takes_no_place_there(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written before may take as long as JetStream is away."""
+    began, waits = Detached._began, asyncio.Event()
+
+    async def late(self: Detached, run: Any) -> None:
+        if not waits.is_set():
+            waits.set()
+            await asyncio.Event().wait()
+        await began(self, run)
+
+    monkeypatch.setattr(Detached, "_began", late)
+    async with world(nats) as w:
+        await w.deploy(manifest("count", concurrency=1, max_instances=1), entry(concurrency=1), script=count)
+        call = (await w.http.post("/fn/count", json={"n": 1}, headers=ASYNC)).json()["id"]
+        await until(waits.is_set, what="it has its place")
+        assert (await w.http.post(f"/v1/calls/{call}/cancel")).status_code == 202
+        assert (await w.http.post("/fn/count", json={"n": 2}, headers=key("k"))).json() == [0, 1]
+        assert (await state_of(w.http, call))["state"] == "CANCELLED"
