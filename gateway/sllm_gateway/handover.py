@@ -13,7 +13,7 @@ from sllm_gateway.link import Link
 from sllm_gateway.news import Tell
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import DeadlineExceeded, InstanceLost, SllmError
+from sllm_runtime.protocol.errors import CallMoved, DeadlineExceeded, InstanceLost, JournalExpired, SllmError
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.states import CallState
@@ -81,6 +81,12 @@ class Handover:
                 call.attempts += 1  # it may have been taken, and run: only `retries` lets it begin again
                 why = f"node {binding.node} did not answer for instance {binding.instance}"
                 self._ending.lost(call, binding, why)
+            return
+        except (CallMoved, JournalExpired) as error:  # another gateway has it: what comes before says so
+            if call.binding is binding:
+                self._ending.fail(call, error)  # its node may have it, and is told
+                if not binding.accepted:
+                    self._ending.spared(call, binding)
             return
         except SllmError as error:
             self._refused(call, binding, "gone", error.message)

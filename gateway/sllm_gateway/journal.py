@@ -185,6 +185,7 @@ class Journal:
             except Changed:
                 there = await self._stored.last(KEYS_STREAM, key_claim(key))
             if there is None:  # its time ended just now
+                free = Last(KEYS_STREAM, key_claim(key), 0)
                 continue
             found = _claim_of(there[1])
             if found.refused:

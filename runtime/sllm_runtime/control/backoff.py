@@ -50,7 +50,10 @@ def got_ready(previous: Failure | None) -> Failure | None:
     """What is left of it when an instance gets ready: crashes of those that ran before."""
     if previous is None or previous.blocking:
         return None
-    return replace(previous, taken=0) if previous.taken else previous
+    if not previous.taken:
+        return previous
+    crashes = previous.attempts - previous.taken
+    return replace(previous, attempts=crashes, taken=0) if crashes > 0 else None
 
 
 def active(failure: Failure | None, now: float, *, asked: bool) -> bool:

@@ -20,7 +20,7 @@ from sllm_runtime.platform.daemon import loop_factory
 from sllm_runtime.platform.process import set_title
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import ProtocolError, SllmError
+from sllm_runtime.protocol.errors import InstanceLost, ProtocolError, SllmError
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
 from sllm_runtime.protocol.own_trace import TRACEPARENT
 from sllm_runtime.protocol.timeline import WEIGHTS
@@ -268,10 +268,14 @@ class Worker:
             loop.call_soon_threadsafe(self._break, error)
 
     def _break(self, error: SllmError) -> None:
-        """The rest of the weights will not come. Who waits for them hears it from the engine; no others are served."""
+        """The rest of the weights will not come. Who waits for them hears it from the engine; no others are served.
+        Where loaderd has gone nobody is at fault: the instance ends at once, and its calls go on elsewhere."""
         self._sender.log(None, "stderr", f"the weights did not come: {error.message}", level="error")
         if self._stop is not None and not self._stop.done():
             error.stage = error.stage or WEIGHTS
+            if isinstance(error, InstanceLost):
+                self._lose(error)
+                return
             self._broken = error
             self._stop.set_result(_BROKEN_S)
 

@@ -19,6 +19,7 @@ from sllm_runtime.protocol.checkpoint import CheckpointIndex
 from sllm_runtime.protocol.errors import FunctionError, InstanceLost, UnsupportedModel
 from sllm_runtime.protocol.loader import CPU, place_of
 from sllm_runtime.protocol.stages import LayerRange
+from sllm_runtime.protocol.timeline import WEIGHTS
 from sllm_runtime.protocol.worker import Assign
 from sllm_runtime.worker import weights
 from sllm_runtime.worker.arriving import Layers, Report, Weights, blocks_of
@@ -73,6 +74,8 @@ def head(assign: Assign, joined: Joined, fd: int, home: Path, report: Report) ->
             part, group = _rank_part(assign, joined, fd, report)
             found, proved_s = part.known.found(part.settings)  # which all ranks make together
         except InstanceLost as error:
+            if error.stage == WEIGHTS:  # this process's own loaderd has gone, of which no other one knows
+                raise
             raise told(joined.edges, error) from error
         proof = msgspec.json.encode(found).decode()
         settings = replace(part.settings, proof=proof, proved_s=proved_s, runner=_ranks(part, joined, group))

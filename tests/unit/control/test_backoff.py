@@ -49,10 +49,12 @@ def test_starts_that_went_with_their_node_count_when_each_does() -> None:
 
 def test_one_that_gets_ready_ends_the_row() -> None:
     """Its crash is still counted: that holds back what nobody asked for."""
-    crash = failed(failed(None, 10.0, 9.0, error=TAKEN), 12.0, 11.0, started=True)
+    taken = failed(None, 10.0, 9.0, error=TAKEN)
+    assert backoff.got_ready(taken) is None
+    crash = failed(taken, 12.0, 11.0, started=True)
     assert (crash.taken, crash.attempts) == (1, 2)
     left = backoff.got_ready(crash)
-    assert left == replace(crash, taken=0)
+    assert left == replace(crash, taken=0, attempts=1)
     assert backoff.got_ready(left) is left
 
 

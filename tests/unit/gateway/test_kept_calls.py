@@ -16,13 +16,14 @@ from sllm_gateway.asgi import PIECE
 from sllm_gateway.calls import Calls
 from sllm_gateway.detached import Detached, whole
 from sllm_gateway.journal import CLAIMED_S, Journal
+from sllm_gateway.link import Link
 from sllm_gateway.replay import After, stream_of
 from sllm_gateway.resumption import VALUES
 from sllm_gateway.stored import Stored
 from sllm_gateway.timers import TICK_S
 from sllm_runtime.protocol import codec, limits, subjects
-from sllm_runtime.protocol.calls import Began, CallOrder, Entry, Kept, Reading, entry_name
-from sllm_runtime.protocol.errors import InstanceLost, Unavailable
+from sllm_runtime.protocol.calls import Began, CallOrder, Entry, Kept, KeyClaim, Reading, entry_name
+from sllm_runtime.protocol.errors import CallMoved, InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Usage
 from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
 from sllm_runtime.protocol.lives import LIVES_AGE_S
@@ -987,3 +988,44 @@ async def test_one_that_ends_before_its_instance_is_asked_takes_no_place_there(
         assert (await w.http.post(f"/v1/calls/{call}/cancel")).status_code == 202
         assert (await w.http.post("/fn/count", json={"n": 2}, headers=key("k"))).json() == [0, 1]
         assert (await state_of(w.http, call))["state"] == "CANCELLED"
+
+
+async def test_a_refused_key_whose_time_ends_as_it_is_claimed_is_free(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, gone = Stored.write, list[str]()
+    async with world(nats) as w:
+        journal = w.gateway._detached._journal
+        await journal.hold("k", KeyClaim(call="call-1", body=b"1", refused=True), 60.0)
+
+        async def late(self: Stored, subject: str, message: Any, **options: Any) -> int:
+            if options["where"].sequence and not gone:
+                gone.append(subject)
+                await w.controller.bus.jetstream.purge_stream(subjects.KEYS_STREAM, subject=subject)
+            return await write(self, subject, message, **options)
+
+        monkeypatch.setattr(Stored, "write", late)
+        mine = KeyClaim(call="call-2", body=b"2")
+        assert await journal.claim("k", mine) == mine
+        assert gone == [subjects.key_claim("k")]
+
+
+async def test_who_learns_that_another_gateway_has_the_call_blames_no_instance(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is about to ask one again, after a time without NATS."""
+    ask, told = Link.open, list[str]()
+
+    async def moved(self: Link, node: str, request: Any, before: Any = None) -> Any:
+        if not told:
+            told.append(request.head.call)
+            raise CallMoved("another gateway has it")
+        return await ask(self, node, request, before)
+
+    monkeypatch.setattr(Link, "open", moved)
+    async with world(nats) as w:
+        await w.deploy(manifest("count", concurrency=1, max_instances=1), entry(concurrency=1), script=count)
+        first = await w.http.post("/fn/count", json={"n": 2})
+        assert first.json()["error"]["code"] == "call_moved"
+        assert (await w.http.post("/fn/count", json={"n": 2})).json() == [0, 1]
+        assert not any(asked.gone for asked in w.controller.acquires)
