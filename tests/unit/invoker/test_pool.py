@@ -149,10 +149,14 @@ async def test_a_start_that_gives_up_loses_no_sandbox() -> None:
         await sandbox.close()
 
 
-async def test_a_start_that_gives_up_as_its_sandbox_comes_loses_none() -> None:
+async def test_a_start_that_gives_up_as_its_sandbox_comes_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(driver: ProcessDriver, wish: Wish = PLAIN) -> None:
+        await asyncio.Event().wait()
+
     async with pool_of(1, refill_delay_s=2 * GIVE_UP_S) as pool:
         await until(lambda: pool.idle == 1, what="it is full")
         sandbox = await pool.acquire()
+        monkeypatch.setattr(ProcessDriver, "ready", never)  # no other one comes
         acquiring = asyncio.create_task(pool.acquire())
         await until(lambda: pool.wanted, what="the next one waits")
         pool._put(sandbox)
