@@ -138,7 +138,8 @@ class TakingUp:
         call = order.call
         idle = call not in self._claimed and not self._detached.runs(call)
         try:
-            waits = call in self._tried or self._waiting.get(call) == order
+            own = call in self._tried and order.life == self._lives.me.life  # a try of which no word came was stored
+            waits = own or self._waiting.get(call) == order
             if idle and (waits or await self._ownerless(order)):
                 if self._detached.ends(call) or (not pressing and not self._has_room(order)):
                     self._waiting[call] = order

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from httpx import Response
@@ -17,11 +19,12 @@ from sllm_gateway.ledger import streams
 from sllm_gateway.lives import Lives, Lost, Over
 from sllm_gateway.overheard import Overheard
 from sllm_gateway.stored import Stored
+from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import codec, subjects
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import DeadlineExceeded, ProtocolError, SllmError, Unavailable
 from sllm_runtime.protocol.frames import Ids
 from sllm_runtime.protocol.limits import BATCH_BYTES
-from sllm_runtime.protocol.lives import BEAT_S, LIVES_AGE_S, TAG, AskHeard, Gone, Log, More, Whole
+from sllm_runtime.protocol.lives import BEAT_S, LIVES_AGE_S, TAG, AskHeard, Gone, Heard, Log, More, Whole
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
@@ -87,6 +90,35 @@ def test_what_was_heard_is_bounded_in_bytes_and_in_time(messages: list[tuple[str
         assert {(each, n) for each in "ab" for n in heard.after(each)} == set(kept)
 
 
+def test_what_is_stored_or_given_up_gives_its_room_back() -> None:
+    backlog = Backlog(most=2 * len(codec.pack(a_log(0))))
+    for number in range(6):
+        backlog.add(a_log(number))
+        backlog.stored(number)
+    assert not backlog.gap
+    for number in range(6, 10):
+        backlog.add(a_log(number))
+    assert backlog.gap
+    backlog.clear()
+    backlog.add(a_log(0))
+    assert not backlog.gap
+
+
+def test_a_life_of_which_nothing_is_kept_leaves_nothing() -> None:
+    heard = Overheard(most=10)
+    for life in "abc":
+        heard.take(life, 0, b"x" * 10, 0.0)
+    assert list(heard._lives) == ["c"]
+
+
+def test_what_comes_late_is_in_its_place() -> None:
+    """As it was told again: who asks for the next ones asks behind the last that it was given."""
+    heard = Overheard()
+    for number in (0, 2, 1):
+        heard.take("l", number, b"x", 0.0)
+    assert list(heard.after("l")) == [0, 1, 2]
+
+
 def test_what_is_told_again_changes_nothing() -> None:
     heard = Overheard()
     for data in (b"a", b"b"):
@@ -111,6 +143,31 @@ async def test_what_one_has_heard_is_told_to_who_has_not(nats: Nats) -> None:
     assert await heir.of(w.a.me.life, -1, ["gone"]) == ({}, {"gone"})
     for each in (listener, heir):
         await each.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "silent"),
+    [(Unavailable("gone"), True), (DeadlineExceeded("no answer"), True), (ProtocolError("another release"), False)],
+)
+async def test_who_does_not_answer_to_the_end_may_have_heard_more(error: SllmError, silent: bool) -> None:
+    """Not who says that it cannot. What was answered before counts."""
+    answers: list[Heard | SllmError] = [Heard(logs={0: a_log(0)}), error]
+
+    async def call(*_: Any, **__: Any) -> Heard:
+        answer = answers.pop(0)
+        if isinstance(answer, SllmError):
+            raise answer
+        return answer
+
+    heir = Hearsay(cast(Bus, SimpleNamespace(call=call)), GATEWAY)
+    assert await heir.of("l", -1, [GATEWAY_2]) == ({0: a_log(0)}, {GATEWAY_2} if silent else set())
+
+
+async def test_what_is_too_large_beside_others_is_told_alone(nats: Nats) -> None:
+    heir, large = Hearsay(await nats.bus(GATEWAY), GATEWAY), Log((Gone("x" * (BATCH_BYTES + 1)),))
+    for number, log in enumerate((large, a_log(1))):
+        heir._told(subjects.life_told(GATEWAY_2, "l", number), "", codec.pack(log))
+    assert await heir._asked(AskHeard(life="l", after=-1)) == Heard(logs={0: large})
 
 
 async def test_what_waits_to_be_stored_is_told_again(nats: Nats) -> None:

@@ -540,6 +540,23 @@ async def test_a_reader_at_the_gateway_that_runs_the_call_is_known_without_nats(
         assert set(read) == {(await asking).headers["sllm-call-id"]}
 
 
+async def test_a_reader_goes_on_to_say_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much waited to be sent for a while that the others were not told."""
+    monkeypatch.setattr("sllm_gateway.keeping.READING_S", 0.01)
+    told = list[bool]()
+
+    def publish(*_: Any) -> None:
+        told.append(len(told) > 0)
+        if len(told) == 1:
+            raise Unavailable("no room")
+
+    bus, none = cast(Any, SimpleNamespace(publish_now=publish)), cast(Any, None)
+    detached = cast(Any, SimpleNamespace(read=lambda _: None))
+    reader = keeping.Keeping(bus, detached, none, none, none, none, 0, lambda: 0.0)
+    async with reader._told(cast(Any, SimpleNamespace(call="call-1"))):
+        await until(lambda: len(told) > 1, within_s=5.0, what="it is told again")
+
+
 def test_time_without_nats_is_none_in_which_nobody_reads() -> None:
     """Readers at other gateways cannot say that they are there."""
     none, now, failed = cast(Any, None), 0.0, list[str]()

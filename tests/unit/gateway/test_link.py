@@ -9,7 +9,7 @@ from sllm_gateway.link import Link
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.outbox import encode
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
 from sllm_runtime.protocol.frames import Ack, Feed, Open, Opened
 from sllm_runtime.protocol.limits import MOST_IDS
 from sllm_runtime.protocol.subjects import node_calls
@@ -33,6 +33,24 @@ async def test_what_no_message_holds_keeps_nothing_from_other_nodes() -> None:
     link.send("n2", Ack("call-2", 1, 1, 0))
     await asyncio.sleep(0)
     assert sent.subjects == [node_calls("n2", "g1")]
+
+
+async def test_what_one_message_does_not_hold_goes_in_two() -> None:
+    sent = Sent()
+    link = Link(cast(Bus, sent), "g1", lambda: 0.0)
+    for generation in range(2):
+        link.send("n1", Feed("call-1", 1, generation, 0, (2**31 - 1,) * MOST_IDS))
+    await asyncio.sleep(0)
+    assert sent.subjects == [node_calls("n1", "g1")] * 2
+
+
+async def test_what_waits_is_sent_before_the_end() -> None:
+    """Such as the cancellations of a gateway that stops."""
+    sent = Sent()
+    link = Link(cast(Bus, sent), "g1", lambda: 0.0)
+    link.send("n1", Ack("call-1", 1, 1, 0))
+    await link.close()
+    assert sent.subjects == [node_calls("n1", "g1")]
 
 
 class Away:
@@ -70,3 +88,41 @@ async def test_nothing_is_asked_without_a_connection_nor_after_it_before_it_is_k
     opened = await link.open("n1", cast(Open, None), before)
     assert opened.status == "accepted"
     assert bus.happened == ["back", "known", "asked", "back", "known", "asked"]
+
+
+async def test_time_without_a_connection_is_none_in_which_a_node_could_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was asked as the connection broke is asked again, however long that took."""
+    monkeypatch.setattr(limits, "RESEND_AFTER_S", 0.01)
+    bus, now = Away(), 0.0
+    bus.connected = True
+    answers = bus.call
+
+    async def call(*asked: Any, **how: Any) -> Opened:
+        nonlocal now
+        try:
+            return await answers(*asked, **how)
+        except Unavailable as error:
+            now += 2 * limits.RPC_TIMEOUT_S
+            raise DeadlineExceeded("no answer") from error
+
+    bus.call = call  # type: ignore[method-assign]
+    opened = await Link(cast(Bus, bus), "g1", lambda: now).open("n1", cast(Open, None))
+    assert opened.status == "accepted"
+    assert bus.happened == ["asked", "back", "asked"]
+
+
+async def test_what_was_asked_as_the_connection_broke_may_have_been_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node is no more as NATS is back: asked elsewhere it might run twice."""
+    monkeypatch.setattr(limits, "RESEND_AFTER_S", 0.01)
+    bus = Away()
+    bus.connected = True
+    breaks_off = bus.call
+
+    async def call(*asked: Any, **how: Any) -> Opened:
+        await breaks_off(*asked, **how)
+        raise Unavailable("nobody is there")
+
+    bus.call = call  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded, match="nobody is there"):
+        await Link(cast(Bus, bus), "g1", lambda: 0.0).open("n1", cast(Open, None))
+    assert bus.happened == ["asked", "back", "asked"]

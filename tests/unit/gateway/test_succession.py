@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import time
@@ -16,7 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nats.errors import NoRespondersError
+from nats.js.errors import NotFoundError
 
+from sllm_gateway.backlog import Backlog
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call, Earlier, Marks, Order
 from sllm_gateway.detached import EPOCHS, Detached
@@ -30,17 +34,19 @@ from sllm_gateway.resumption import Resumption
 from sllm_gateway.roll import MOST, Roll
 from sllm_gateway.routes import calls
 from sllm_gateway.stored import Stored
-from sllm_gateway.succession import Succession, id_frames
+from sllm_gateway.succession import _ID_FRAME, Succession, id_frames
 from sllm_gateway.table import Version
 from sllm_gateway.taking_up import TakingUp
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder, CancelAsked, Journaled
 from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Cancelled, Draining, InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Open, Opened
-from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE, MIB
+from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE, MIB, MOST_IDS
 from sllm_runtime.protocol.lives import (
+    BEAT_S,
     LIVES_AGE_S,
     MOST_LOGGED,
     OVERDUE_BEATS,
@@ -334,6 +340,24 @@ def test_recorded_ids_are_an_answers_beginning(ids: list[list[int]]) -> None:
     assert resumption.delivered == 0
 
 
+def test_many_recorded_ids_are_an_answers_beginning() -> None:
+    """More than one frame holds."""
+    ids = (tuple(range(2 * _ID_FRAME + 1)), (7,))
+    resumption = Resumption()
+    resumption.take(id_frames(ids))
+    assert resumption.recorded == ids
+
+
+def test_a_stream_is_written_whole_before_what_was_written_of_it_is_no_longer_kept() -> None:
+    gateway, wholes = Gateway(), list[float]()
+    gateway.do("begin", 0, 1)
+    while gateway.now < 3 * LIVES_AGE_S:
+        gateway.do("ids", 0, 1)
+        gateway.do("write", 0, 1)
+        wholes += [gateway.now for entry in gateway.logs[-1].entries if isinstance(entry, Whole)]
+        assert gateway.now - wholes[-1] < LIVES_AGE_S / 2
+
+
 # --- who is over ----------------------------------------------------------------------------------
 ME = Life(life="m" * 12, gateway="g1")
 OTHER = Life(life="o" * 12, gateway="g2")
@@ -360,6 +384,14 @@ def test_who_beats_lives() -> None:
     assert found.over(OTHER.life, ME.life) is False
     assert found.abandoned(ME.life) == []
     assert found.over("unknown", ME.life) is None
+
+
+def test_who_stood_still_for_less_than_it_looks_at_is_not_over() -> None:
+    """Its last beat was up to BEAT_S before."""
+    found = roll(OTHER)
+    for _ in range(math.ceil(STILL_S / BEAT_S) + 1):
+        found.beat()
+    assert found.over(OTHER.life, ME.life) is False
 
 
 def test_who_is_silent_is_over_but_oneself() -> None:
@@ -492,6 +524,7 @@ async def test_where_nothing_is_known_of_it_in_the_end_it_is_to_be_asked_again()
     with pytest.raises(Unavailable, match="ask again"):
         await asked_when([beat_of(ME, 8), beat_of(OTHER, 4)])
     assert await asked_when([], call="call-nobody") == 0
+    assert await asked_when([], call=f"call-{ME.life[:TAG]}1") == 0
 
 
 # --- fences ---------------------------------------------------------------------------------------
@@ -547,6 +580,50 @@ async def test_what_no_message_holds_keeps_nothing_behind_it_from_being_stored(n
     w.a.tell(Log((Gone("x" * MAX_MESSAGE),)))
     await written(w.a, a_log("call-1"))
     assert list((await w.b.log_of(w.a.me.life)).values()) == [a_log("call-1")]
+
+
+async def test_what_the_others_cannot_be_told_is_stored_all_the_same(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More waits to be sent than may."""
+
+    def full(*_: Any) -> None:
+        raise Unavailable("no room")
+
+    w = await two(nats)
+    await w.a.beat()
+    monkeypatch.setattr(Bus, "publish_now", full)
+    await written(w.a, a_log("call-1"))
+    assert await w.b.log_of(w.a.me.life) == {0: a_log("call-1")}
+
+
+def test_a_message_holds_the_largest_stream_that_is_logged() -> None:
+    """Both as it is logged and as its heir keeps it."""
+    ids = ((ID_END - 1,) * MOST_IDS,)
+    whole = Whole(order=asked("call-1"), body=b"x" * MOST_LOGGED, epoch=1, numerics="f", exact=True, ids=ids)
+    assert len(Backlog().add(Log((whole,)))[1]) <= MAX_MESSAGE
+    assert len(codec.pack(Batch(0, id_frames(ids)))) <= MAX_MESSAGE
+
+
+async def test_jetstream_is_asked_again_while_its_servers_may_elect_a_leader() -> None:
+    now, elected = 0.0, ELECTION_S - 1
+
+    async def last(*_: Any, **__: Any) -> Any:
+        if now < elected:
+            raise NoRespondersError
+        raise NotFoundError
+
+    async def pause(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    bus = cast(Bus, SimpleNamespace(jetstream=SimpleNamespace(get_last_msg=last)))
+    stored = Stored(bus, lambda: now, pause)
+    assert await stored.last(LIVES_STREAM, life_beat("l")) is None
+    now, elected = 0.0, 10 * ELECTION_S
+    with pytest.raises(Unavailable, match="call again"):
+        await stored.last(LIVES_STREAM, life_beat("l"))
+    assert ELECTION_S <= now < ELECTION_S + 1
 
 
 async def test_a_life_that_beats_is_not_declared_over(nats: Nats) -> None:
@@ -1089,6 +1166,41 @@ async def test_a_gateway_that_stood_still_takes_no_call_before_it_knows_that_it_
         await asyncio.wait_for(knows(), 1.0)
 
 
+async def test_a_life_that_is_over_begins_nothing_and_asks_no_instance(nats: Nats) -> None:
+    """Though this gateway has run all the time: it was NATS that did not take its beats."""
+    w = await two(nats)
+    lives = Lives(w.a._bus, w.a._stored, GATEWAY, os.urandom, time.monotonic)
+    await lives.beat()
+    assert await w.b.claim(lives.me) is not None
+    with pytest.raises(Over):
+        await lives.beat()
+    waiting = [asyncio.create_task(knows()) for knows in (lives.recorded, lives.sure)]
+    await asyncio.sleep(0)
+    done = [each.done() for each in waiting]
+    lives.begin()
+    await lives.beat()
+    await asyncio.wait_for(asyncio.gather(*waiting), GIVE_UP_S)
+    assert not any(done)
+
+
+async def test_what_came_as_a_gateway_stood_still_does_not_say_that_it_lives(nats: Nats) -> None:
+    """It is read once the process runs again."""
+    w, now = await two(nats), [100.0]
+    lives = Lives(w.a._bus, w.a._stored, GATEWAY, os.urandom, lambda: now[0])
+    await lives.beat()
+    lives.turn()
+    heard = w.a._bus.heard
+    await w.a._bus.flush()
+    assert w.a._bus.heard != heard
+    now[0] += STILL_S + 0.1
+    waiting = asyncio.create_task(lives.sure())
+    await asyncio.sleep(0)
+    knew = waiting.done()
+    await lives.beat()
+    await waiting
+    assert not knew
+
+
 @pytest.mark.parametrize("killed", [True, False])
 async def test_a_gateway_without_nats_takes_calls_and_does_not_know_that_it_lives_until_a_beat(
     nats: Nats, killed: bool
@@ -1424,6 +1536,26 @@ async def test_what_is_left_is_told_and_stored_before_it_is_said_that_a_life_has
     succession._watch = closes
     await succession.close()
     assert did == ["beat", "tell", "store", "over"]
+
+
+async def test_the_last_ids_are_told_before_a_life_ends() -> None:
+    """However short a time ago all streams were looked at for some."""
+    told, gateway = list[Log](), Gateway()
+    for what in ("begin", "write", "ids"):
+        gateway.do(what, 0, 1)
+
+    async def beat(*, over: bool = False) -> None:
+        """Taken."""
+
+    async def close() -> None:
+        """Nothing is open."""
+
+    lives = cast(Lives, SimpleNamespace(me=ME, beat=beat, tell=told.append, behind=False))
+    none, closes = cast(Any, None), cast(Any, SimpleNamespace(close=close))
+    succession = Succession(lives, roll(), gateway.ledger, closes, none, none, none, lambda: 1.0)
+    succession._looked, succession._watch = 1.0, closes
+    await succession.close()
+    assert [type(entry) for log in told for entry in log.entries] == [More]
 
 
 async def test_where_what_was_written_is_lost_all_is_told_anew() -> None:

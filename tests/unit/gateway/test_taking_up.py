@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from sllm_gateway.ledger import Ledger
-from sllm_gateway.succession import Succession, _Taken
+from sllm_gateway.succession import COMING_S, SAID_S, Succession, _Taken
 from sllm_gateway.taking_up import AT_ONCE, TakingUp
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.calls import Began, CallOrder, Ended, Journaled
-from sllm_runtime.protocol.errors import Draining, InstanceLost, QueueFull, StoreFull, Unavailable
+from sllm_runtime.protocol.errors import Draining, InstanceLost, ProtocolError, QueueFull, StoreFull, Unavailable
 from sllm_runtime.protocol.lives import Life, Log, Whole
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import BODIES_STREAM, JOURNAL_STREAM
@@ -347,6 +347,63 @@ async def test_of_a_life_that_was_not_heard_of_the_record_is_read(record: Life |
     assert bool(gone_on) is taken
 
 
+async def test_what_another_release_has_written_holds_up_no_other() -> None:
+    gone_on = list[str]()
+    one, kept = alone(LEFT, go_on=gone_on.append)
+    kept.orders["call-x"] = asked("call-x", "n" * 12, "g4", parts=0)
+
+    async def find(_: str) -> Life:
+        raise ProtocolError("a schema of another release")
+
+    one._lives.find = find  # type: ignore[assignment, method-assign]
+    await one._take_up()
+    assert gone_on == [LEFT.call]
+    assert kept.orders["call-x"].life == "n" * 12
+
+
+async def test_one_that_was_gone_on_with_here_and_is_another_gateways_by_now_is_left_to_it() -> None:
+    """That one took this gateway for dead."""
+    gone_on, other = list[str](), Life(life="c" * 12, gateway="g3")
+    one, kept = alone(LEFT, go_on=gone_on.append)
+    await one._take_up()
+    one._roll.heard(other)
+    kept.orders[LEFT.call] = replace(LEFT, life=other.life, gateway=other.gateway)
+    await one._take_up()
+    assert gone_on == [LEFT.call]
+    assert kept.orders[LEFT.call].life == other.life
+
+
+async def test_what_is_claimed_is_of_a_life_that_others_know() -> None:
+    """The one in which the round began may be over."""
+    one, kept = alone(LEFT, go_on=lambda _: None)
+    new = Life(life="n" * 12, gateway="g1")
+
+    async def recorded() -> None:
+        one._lives.me = new
+
+    one._lives.recorded = recorded  # type: ignore[method-assign]
+    await one._take_up()
+    assert kept.orders[LEFT.call].life == new.life
+
+
+async def test_what_was_left_and_no_list_has_waits_for_no_room() -> None:
+    """It may be such that has to end: whether it began is not known."""
+    gone_on, kept = list[str](), Kept()
+    kept.orders = {LEFT.call: LEFT}
+    one = taking_up("a" * 12, nothing, gone_on.append, has_room=lambda _: False, kept=kept)
+
+    async def nobody() -> dict[str, Journaled]:
+        return {}
+
+    async def find(call: str) -> tuple[str, CallOrder]:
+        return JOURNAL_STREAM, kept.orders[call]
+
+    one._journal.all, one._journal.find = nobody, find  # type: ignore[assignment, method-assign]
+    one._left.add(LEFT.call)
+    await one._take_up()
+    assert gone_on == [LEFT.call]
+
+
 async def test_what_cannot_be_listed_is_looked_for_again() -> None:
     went, failed = asyncio.Event(), False
     one, _ = alone(LEFT, go_on=lambda _: went.set())
@@ -424,6 +481,38 @@ async def test_while_somebody_is_silent_kept_calls_are_not_listed_anew_each_time
     assert looked == [set(CALLS)]
 
 
+async def test_who_stays_silent_is_asked_each_time_and_waited_for_no_longer_than_that() -> None:
+    """Also one that nobody has heard of since. Readers wait for COMING_S at most."""
+    assert SAID_S < COMING_S / 2
+    asked_for, now = list[set[str]](), 0.0
+    left = Life(life=OTHER.life, gateway="g2", heir="m" * 12)
+    settled = replace(left, settled=True)
+
+    async def create(*_: Any, **__: Any) -> bool:
+        return True
+
+    async def heard(_: str, __: int, others: set[str]) -> tuple[dict[int, Log], set[str]]:
+        asked_for.append(others)
+        return {}, {"g3"}
+
+    async def settle(_: Life) -> Life:
+        return settled
+
+    succession = inheriting(create)
+    succession._hearsay = cast(Any, SimpleNamespace(of=heard))
+    succession._taking_up = cast(Any, SimpleNamespace(look=lambda _: None))
+    succession._lives.settle = settle  # type: ignore[assignment, method-assign]
+    succession._clock = lambda: now
+    for passed in (0.0, SAID_S - 1):
+        now = passed
+        with pytest.raises(Unavailable, match="g3 may have heard more of it"):
+            await succession._inherit(left)
+    now = SAID_S
+    await succession._inherit(left)
+    assert ["g3" in others for others in asked_for] == [False, True, True]
+    assert succession._roll.abandoned("m" * 12) == []
+
+
 async def test_streams_are_written_together() -> None:
     crowd = Crowd()
 
@@ -442,3 +531,22 @@ async def test_streams_are_written_together() -> None:
     finally:
         await end({keeping})
     assert crowd.most == AT_ONCE
+
+
+async def test_one_that_another_gateway_took_as_no_word_came_of_ones_own_try_is_left_to_it() -> None:
+    """Nothing of that try was stored, and the other one lives."""
+    other, gone_on, kept = Life(life="c" * 12, gateway="g3"), list[str](), Kept()
+    kept.orders = {LEFT.call: LEFT}
+
+    async def take(call: str) -> None:
+        if kept.asked["take_over"] == 1:
+            kept.orders[call] = replace(LEFT, life=other.life, gateway=other.gateway)
+            raise Unavailable("electing")
+
+    one = taking_up("a" * 12, take, gone_on.append, kept=kept)
+    one._roll.heard(other)
+    with pytest.raises(Unavailable):
+        await one._take_up()
+    await one._take_up()
+    assert gone_on == []
+    assert kept.orders[LEFT.call].life == other.life
