@@ -132,12 +132,12 @@ async def test_what_is_written_is_asked_of_who_leads(tmp_path: Path) -> None:
     with NatsCluster(tmp_path / "nats") as nats:
         bus = await connect(nats.url)
         await ensure_streams(bus, 3)
+        await Stored(bus).write(subject, written)  # who leads by then was elected among all that have the stream
         cluster = (await bus.jetstream.stream_info(LIVES_STREAM)).cluster
         await bus.close()
         assert cluster is not None
         leader = cluster.leader or ""
         other = await connect(next(url for name, url in nats.urls.items() if name != leader))
-        await Stored(other).write(subject, written)
         os.kill(nats.pids()[leader], signal.SIGSTOP)
         ticks = itertools.count(step=10.0)
         with pytest.raises(Unavailable, match="cannot be read"):  # a follower would have said it at once
