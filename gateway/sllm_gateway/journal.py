@@ -177,19 +177,15 @@ class Journal:
         """Whose key it is: ``mine``, or of the call that has it already. Raises ``InvalidArgument`` where that one was
         asked for something else, ``StoreFull`` where there is no room for more keys."""
         await self._room.require(KEYS_STREAM, 0, FOR_ENDS)
-        free = Last(KEYS_STREAM, key_claim(key), 0)
+        subject, last = key_claim(key), 0
         for _ in range(3):
             try:
-                await self._stored.write(key_claim(key), mine, keep_s=CLAIMED_S, where=free)
+                await self._stored.write(subject, mine, keep_s=CLAIMED_S, where=Last(KEYS_STREAM, subject, last))
                 return mine
             except Changed:
-                there = await self._stored.last(KEYS_STREAM, key_claim(key))
-            if there is None:  # its time ended just now
-                free = Last(KEYS_STREAM, key_claim(key), 0)
-                continue
-            found = _claim_of(there[1])
-            if found.refused:
-                free = Last(KEYS_STREAM, key_claim(key), there[0])
+                there = await self._stored.last(KEYS_STREAM, subject)
+            last = there[0] if there is not None else 0
+            if there is None or (found := _claim_of(there[1])).refused:  # its time ended just now, or it is nobody's
                 continue
             if found.body != mine.body:
                 raise InvalidArgument(

@@ -99,10 +99,7 @@ class Keeping:
         own = KeyClaim(call=asked.call, body=digest(order.body))
         if wish.key:
             asked = msgspec.structs.replace(asked, key=wish.key, key_body=own.body)
-        found = await self._joined(wish.key, own, scope) if wish.key else None
-        if found is None:
-            await self._submit(order, asked)
-            found = await self._find(own)
+        found = await self._begun(order, asked, own, scope)
         if wish.durable:
             await self._accepted(found, send)
         elif order.stream:
@@ -119,27 +116,18 @@ class Keeping:
                     await self._journal.hold(asked.key, msgspec.structs.replace(asked.claim, refused=True), 1.0)
             raise
 
-    async def _joined(self, key: str, own: KeyClaim, scope: Scope) -> CallOrder | None:
-        """The call that has the key; None: ``own`` has it now, and is to be begun. One that claimed it just now is
-        written in a moment, or refused. Raises as ``_find``."""
-        deadline = self._clock() + _WRITTEN_S
+    async def _begun(self, order: Order, asked: CallOrder, own: KeyClaim, scope: Scope) -> CallOrder:
+        """The call that has its key, begun if that is its own. One that claimed it just now is written in a moment, or
+        refused, which leaves the key. Raises ``Unavailable``, and ``JournalExpired`` for one that was written: whoever
+        called again would have it run twice."""
+        claim, begun, deadline = own, False, self._clock() + _WRITTEN_S
         while True:
-            claim = await self._journal.claim(key, own)
-            scope["sllm.call"] = claim.call
-            if claim.call == own.call:
-                return None
-            try:
-                return await self._find(claim, within_s=0.0)
-            except Unavailable:
-                if self._clock() > deadline:
-                    raise
-            await asyncio.sleep(_AGAIN_S)
-
-    async def _find(self, claim: KeyClaim, within_s: float = _WRITTEN_S) -> CallOrder:
-        """What was asked. Raises ``Unavailable``, and ``JournalExpired`` for one that was written: whoever called again
-        would have it run twice."""
-        deadline = self._clock() + within_s
-        while True:
+            if asked.key and not begun:
+                claim = await self._journal.claim(asked.key, own)
+                scope["sllm.call"] = claim.call
+            if claim.call == own.call and not begun:
+                await self._submit(order, asked)
+                begun, deadline = True, self._clock() + _WRITTEN_S
             try:
                 return (await self._journal.find(claim.call))[1]
             except CallNotFound as error:
