@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -216,14 +216,7 @@ class Loader:
         self._unseen.update({(holder, rank): False for rank in ranks})
         grant = partial(control.grant, holder, model.digest, ranks, adapters=digests, devices=devices, sources=sources)
         try:
-            try:
-                fd = await grant()
-            except NotFound:
-                report(Progress(stage=CONVERT))
-                known = {*await control.models((model.digest, *digests)), *sources}
-                for lacking in (record for record in (model, *adapters) if record.digest not in known):
-                    await self._brought(control, lacking, report)
-                fd = await grant()
+            fd = await self._granted(control, grant, (model, *adapters), sources, report)
         except Unavailable as error:
             if control.lost.is_set():
                 raise InstanceLost(error.message) from error
@@ -232,6 +225,24 @@ class Loader:
             load = self._load(control, holder, model.digest, rank, place_of(rank, devices))
             self._tasks.start(load, f"load {model.digest}")
         return fd
+
+    async def _granted(
+        self,
+        control: LoaderControl,
+        grant: Callable[[], Awaitable[int]],
+        models: Sequence[ModelRecord],
+        sources: Collection[str],
+        report: Report,
+    ) -> int:
+        """What ``grant`` returns, with those of ``models`` brought first that this node lacks and has no source for."""
+        try:
+            return await grant()
+        except NotFound:
+            report(Progress(stage=CONVERT))
+            known = {*await control.models([record.digest for record in models]), *sources}
+            for lacking in (record for record in models if record.digest not in known):
+                await self._brought(control, lacking, report)
+            return await grant()
 
     async def _load(self, control: LoaderControl, holder: str, digest: str, rank: int, device: str) -> None:
         """Begin a load that the sandbox will join; what fails here fails there, and is told there."""
