@@ -12,7 +12,7 @@ from sllm_runtime.control.view import Instance, Migration, Node, View
 from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
-from sllm_runtime.protocol.states import InstanceState, MigrationState
+from sllm_runtime.protocol.states import InstanceState
 
 _OF_START: Final = (InstanceState.PENDING, InstanceState.STARTING, InstanceState.READY, InstanceState.FAILED)
 """What the call that an instance was started for waits for: what comes later is no longer of it."""
@@ -22,7 +22,7 @@ def events(old: View, new: View, wall: float) -> list[Event]:
     """State changes of instances, moves, versions, functions and nodes, and releases."""
     found = [*_of_instances(old, new, wall), *_of_functions(old, new, wall)]
     for _, begun, move in differing(old.migrations, new.migrations):
-        if move is not None and not _restored(old, begun, move) and (begun is None or begun.state != move.state):
+        if move is not None and (begun is None or begun.state != move.state):
             found.append(_move_event(move, old, new, wall))
     for name, known, node in differing(old.nodes, new.nodes):
         found += [_node_event(kind, name, wall) for kind in _node_kinds(known, node)]
@@ -30,13 +30,6 @@ def events(old: View, new: View, wall: float) -> list[Event]:
     if new.pool is not None and old.pool is not None and new.pool.news is not old.pool.news:
         found += [_told(news, wall) for news in new.pool.news]
     return found
-
-
-def _restored(old: View, begun: Migration | None, move: Migration) -> bool:
-    """Whether a controller before this one began it, and has told of it; what has come of it since is news."""
-    source = old.instances.get(move.source)
-    told = begun is None and source is not None and bool(source.record.moves_to)
-    return told and move.state is MigrationState.MOVING
 
 
 def _of_instances(old: View, new: View, wall: float) -> Iterator[Event]:

@@ -143,9 +143,6 @@ def _need(view: View, instance: Instance) -> fits.Need | None:
 def advance(view: View, now: float, choose: Choose, make: Make, turns: Turns[str]) -> View:
     """The next step of each migration. What ``choose`` places, ``make`` adds."""
     view = _asked_by_policy(view, now)
-    for name, instance in view.instances.items():
-        if instance.record.moves_to and not instance.ended and name not in view.migrations:  # of a controller before us
-            view = _put(view, Migration(name, "", MigrationState.MOVING, now, destination=instance.record.moves_to))
     for migration in tuple(view.migrations.values()):
         if migration.ended is None:
             view = _step(view, migration, now, choose, make, turns)

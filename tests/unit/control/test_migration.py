@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import draining, fits, instances, migration, restore
+from sllm_runtime.control import draining, fits, instances, migration
 from sllm_runtime.control.events import events
 from sllm_runtime.control.placement import Wait
 from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling.moving import carried_s
 from sllm_runtime.control.turns import Turns
-from sllm_runtime.control.view import TOKEN_S, Key, Move, Refusal, without
+from sllm_runtime.control.view import TOKEN_S, Key, Move, Refusal, View, without
 from sllm_runtime.protocol.errors import (
     Conflict,
     InstanceNotFound,
@@ -526,9 +526,7 @@ def test_a_new_controller_goes_on_with_it() -> None:
     world, source, destination = begun()
     ready(world, destination)
     world.plan()
-    taken = replace(world.view, migrations={}, instances=world.view.instances)
-    source_now = replace(taken.instances[source], stop=None, adopted=True)
-    world.view = restore.repaired(taken.put_instance(source_now))
+    world.followed()
     world.hear_all()
     world.plan()
     assert state(world, source) is MigrationState.MOVING
@@ -748,25 +746,48 @@ def nowhere(*_: Any) -> Wait:
     return Wait("there is none")
 
 
+def of_moves(old: View, world: World) -> list[tuple[str, str | None]]:
+    """What is told of moves since ``old``."""
+    told = events(old, world.view, 0.0)
+    return [(event.kind, event.instance) for event in told if event.kind.startswith("migration")]
+
+
 def test_a_move_that_a_controller_before_has_told_of_is_not_told_again() -> None:
     world, source, destination = begun()
     ready(world, destination)
     world.plan()
-    restored = replace(world.view, migrations={})
-    world.view = restored
+    stored = world.followed()
     world.plan()
     assert state(world, source) is MigrationState.MOVING
-    assert not [event for event in events(restored, world.view, 0.0) if event.kind.startswith("migration")]
+    assert of_moves(stored, world) == []
 
 
-def test_what_became_of_a_move_while_nobody_led_is_told() -> None:
-    """Its destination died, and the first plan of the next controller gives it up."""
+@pytest.mark.parametrize(
+    ("whose", "ended", "told"),
+    [
+        ("source", InstanceState.STOPPED, "migration.done"),
+        ("source", InstanceState.LOST, "migration.abandoned"),
+        ("destination", InstanceState.LOST, "migration.abandoned"),
+    ],
+)
+def test_what_became_of_a_move_while_nobody_led_is_told(whose: str, ended: InstanceState, told: str) -> None:
+    """Its node may be heard before the next controller has planned."""
     world, source, destination = begun()
     ready(world, destination)
     world.plan()
-    restored = replace(world.view, migrations={})
-    world.view = restored
-    world.finish(destination, InstanceState.LOST)
+    stored = world.followed()
+    world.hear_all()
+    world.finish(source if whose == "source" else destination, ended)
     world.plan()
-    told = [event for event in events(restored, world.view, 0.0) if event.kind.startswith("migration")]
-    assert [(event.kind, event.instance) for event in told] == [("migration.abandoned", source)]
+    assert of_moves(stored, world) == [(told, source)]
+
+
+def test_of_a_move_whose_version_is_gone_nothing_is_taken_over() -> None:
+    """It was cut, not moved."""
+    world, _, destination = begun()
+    ready(world, destination)
+    world.plan()
+    world.view = replace(world.view, functions={})
+    stored = world.followed()
+    world.plan()
+    assert of_moves(stored, world) == []

@@ -17,7 +17,7 @@ from sllm_runtime.platform.state import Records, StateStore
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.node import NodeRecord
-from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, LearnedRecord, PoolRecord, Popularity
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.control.world import FakeNode, World, deployed, manifest, version
@@ -104,24 +104,6 @@ async def test_what_people_have_made_is_not_left_out(key: str) -> None:
         await restore.read(cast(StateStore, Held({key: b"{}"})))
 
 
-def followed(world: World) -> None:
-    """``world`` under the next controller: it knows what is stored, and has heard no node yet."""
-    before = world.view
-    stored = restore.Stored(
-        functions=dict(before.functions),
-        versions={f"{name}.{number}": record for (name, number), record in before.versions.items()},
-        models=dict(before.models),
-        nodes={name: node.record for name, node in before.nodes.items()},
-        instances={name: instance.record for name, instance in before.instances.items()},
-        routes={},
-        learned=LearnedRecord(),
-        proofs={},
-        popularity=Popularity(),
-        pool=PoolRecord(),
-    )
-    world.view = restore.repaired(restore.as_stored(stored, world.now))
-
-
 def test_what_a_leader_before_has_begun_is_not_begun_again_by_the_next_one() -> None:
     """On which devices is in no record. Its node says whether it has it: where it does not, another one is started."""
     world = World(FakeNode("n1", cpu=4.0, gpus=1))
@@ -130,7 +112,7 @@ def test_what_a_leader_before_has_begun_is_not_begun_again_by_the_next_one() -> 
     world.wait_for(("chat", 1), 1)
     world.plan(deliver=False)
     (lost,) = world.live(("chat", 1))
-    followed(world)
+    world.followed()
     world.wait_for(("chat", 1), 1)
     assert world.plan() == ()
     assert world.live(("chat", 1)) == [lost]

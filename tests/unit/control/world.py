@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from sllm_runtime.control import registry
+from sllm_runtime.control import registry, restore
 from sllm_runtime.control.loop import accepted, refused
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
@@ -15,7 +15,7 @@ from sllm_runtime.control.view import Instance, Key, View
 from sllm_runtime.protocol.errors import ErrorBody, NoCapacity
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import Gpu, InstanceStatus, NodeStatus
-from sllm_runtime.protocol.records import VersionRecord
+from sllm_runtime.protocol.records import LearnedRecord, PoolRecord, Popularity, VersionRecord
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, final
 
 ERROR = ErrorBody(code="start_failed", message="it does not import", status=503, stage="import")
@@ -170,6 +170,25 @@ class World:
             self.plan()
             while self.more:
                 self.plan()
+
+    def followed(self) -> View:
+        """The next controller leads: it knows what is stored, and has heard no node yet. What is stored, as it is."""
+        before, stands = self.view, (each for each in self.view.instances.values() if not each.ended)
+        stored = restore.Stored(
+            functions=dict(before.functions),
+            versions={f"{name}.{number}": record for (name, number), record in before.versions.items()},
+            models=dict(before.models),
+            nodes={name: node.record for name, node in before.nodes.items()},
+            instances={each.record.instance: each.record for each in stands},
+            routes={},
+            learned=LearnedRecord(),
+            proofs={},
+            popularity=Popularity(),
+            pool=PoolRecord(),
+        )
+        found = restore.as_stored(stored, self.now)
+        self.view = restore.repaired(found)
+        return found
 
     def live(self, key: Key) -> list[str]:
         return [instance.record.instance for instance in self.view.of(key) if instance.live]
