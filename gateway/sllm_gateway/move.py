@@ -94,7 +94,7 @@ class Move:
         """Whole outputs of the answer that the destination has made or was told to leave out."""
         self._hash = kept.hashed()
         self._parts: list[Frame] = []
-        """Of an output of which more is to come."""
+        """Of an output of which more is to come, unless the caller has that from the source."""
         self._ahead: list[tuple[int, Frame]] = []
         """Frames that the source has not made yet, each with the number of its output; ids and the end have none."""
         self._digests: dict[int, bytes] = {}
@@ -211,8 +211,8 @@ class Move:
         return self.level and (self._drew or self.rests is False)
 
     # --- the source -----------------------------------------------------------------------------------
-    def heard(self, frames: Sequence[Frame], now: float) -> None:
-        """The source has told more."""
+    def heard(self, frames: Sequence[Frame], now: float) -> int:
+        """The source has told more. The cost of the destination's frames that nobody waits for any more."""
         whole = sum(frame.kind in VALUES and not frame.more for frame in frames)
         self._tempo.source(whole, now)
         self.outputs += whole
@@ -221,6 +221,7 @@ class Move:
         if self.stage is Stage.HANDED:
             told = (codec.unpack(Ids, frame.data) for frame in frames if frame.kind is FrameKind.IDS)
             self._source_rests = self._source_rests or any(not (ids.ids or ids.ended) for ids in told)
+        return self._caught_up()
 
     def quiet(self, now: float) -> bool:
         """Whether no output of the source is waited for."""
@@ -341,11 +342,9 @@ class Move:
         self._go(Stage.OVER, now)
         given = self._kept.delivered
         new = [frame for number, frame in self._ahead if not 0 < number <= given]
-        dropped = sum(frame.cost for number, frame in self._ahead if 0 < number <= given)
-        if self._outputs >= given:
-            new += self._parts
-            self._parts = []
-        self._ahead = []
+        dropped = sum(frame.cost for number, frame in self._ahead if 0 < number <= given) + self._caught_up()
+        new += self._parts  # of one that the caller has not had
+        self._parts, self._ahead = [], []
         return new, dropped
 
     def _end(self, frame: Frame) -> None:
@@ -367,19 +366,27 @@ class Move:
 
     def _early(self, frame: Frame) -> int:
         """A part of an output that the caller may have from the source. The cost of what is dropped now."""
+        self._hash.update(frame.data)
         self._parts.append(frame)
+        dropped = self._caught_up()
         if frame.more:
-            return 0
-        parts, self._parts = self._parts, []
-        for part in parts:
-            self._hash.update(part.data)
+            return dropped
         self._outputs += 1
         if self._outputs <= self._kept.delivered:
             self._compare(self._outputs, self._hash.digest())
-            return sum(part.cost for part in parts)
-        self._digests[self._outputs] = self._hash.digest()
-        self._ahead += [(self._outputs, part) for part in parts]
-        return 0
+        else:
+            self._digests[self._outputs] = self._hash.digest()
+            self._ahead += [(self._outputs, part) for part in self._parts]
+            self._parts = []
+        return dropped
+
+    def _caught_up(self) -> int:
+        """The cost of parts that wait for the rest of an output which the caller has by now. They are not kept until it
+        is whole: it may be larger than all that the destination may send before some of it is dropped."""
+        if self._outputs >= self._kept.delivered:
+            return 0
+        parts, self._parts = self._parts, []
+        return sum(part.cost for part in parts)
 
     def _compare(self, outputs: int, digest: bytes) -> None:
         if self._kept.digest_at(outputs) != digest:

@@ -211,9 +211,12 @@ class Moves:
 
     def on_source(self, call: Call, frames: Sequence[Frame], now: float) -> None:
         """It has told more, ``frames``."""
-        if call.move is not None and not call.move.switched:
-            call.move.heard(frames, now)
-            self._changed.add(call.move.binding.instance)
+        move = call.move
+        if move is not None and not move.switched:
+            if dropped := move.heard(frames, now):
+                move.binding.inbox.consume(dropped)
+                self._link.send_all_later(move.binding.node, move.binding.acknowledge(now))
+            self._changed.add(move.binding.instance)
 
     def look(self, now: float) -> None:
         """Do what is to be done next, when all is taken in that came together: what a step made is one message."""

@@ -27,8 +27,10 @@ class Resumption:
         self.delivered = 0
         """Whole outputs so far."""
         self._hash = hashlib.blake2b(digest_size=16)
-        self._parts: list[bytes] = []
-        """Of an output of which more is to come."""
+        self._begun = 0
+        """Parts of an output of which more is to come; none of them is kept, ..."""
+        self._whole = self._hash
+        """... but what ``_hash`` was before them."""
         self._ids: dict[int, list[int]] = {}
         self._ended: set[int] = set()
         self._count = 0
@@ -54,11 +56,12 @@ class Resumption:
         they are not what an earlier gateway had: nobody may read on from that."""
         for frame in frames:
             if frame.kind in VALUES:
-                self._parts.append(frame.data)
+                if frame.more:
+                    self._whole = self._whole if self._begun else self._hash.copy()
+                    self._begun += 1
+                self._hash.update(frame.data)
                 if not frame.more:
-                    for part in self._parts:
-                        self._hash.update(part)
-                    self._parts.clear()
+                    self._begun = 0
                     self.delivered += 1
                     if self.delivered == self._had and self.digest != self._had_digest:
                         raise NotDeterministic(
@@ -93,7 +96,11 @@ class Resumption:
     @property
     def digest(self) -> bytes:
         """Of the bytes of all whole outputs, as ``CallHead.delivered_hash``."""
-        return self._hash.digest() if self.delivered else b""
+        return self._of_whole.digest() if self.delivered else b""
+
+    @property
+    def _of_whole(self) -> hashlib.blake2b:
+        return self._whole if self._begun else self._hash
 
     @property
     def recorded(self) -> tuple[tuple[int, ...], ...]:
@@ -108,11 +115,11 @@ class Resumption:
     # --- while it moves (``move``) ------------------------------------------------------------------
     def hashed(self) -> hashlib.blake2b:
         """Of all whole outputs so far; a copy."""
-        return self._hash.copy()
+        return self._of_whole.copy()
 
     def watch(self) -> None:
         """From now on ``digest_at`` knows each output's."""
-        self._trail_from, self._trail = self.delivered, [self._hash.digest()]
+        self._trail_from, self._trail = self.delivered, [self._of_whole.digest()]
 
     def unwatch(self) -> None:
         self._trail_from, self._trail = None, []
@@ -125,7 +132,7 @@ class Resumption:
     @property
     def half(self) -> bool:
         """Whether of an output only a part is here."""
-        return bool(self._parts)
+        return self._begun > 0
 
     def known(self, generation: int) -> Sequence[int]:
         """Ids of a generation."""
@@ -140,7 +147,7 @@ class Resumption:
         """Its instance has died: what is taken out of ``waiting`` (frames that the caller has not had), half an output.
         None if no other instance may go on: it is this call that has killed several, or the caller has begun to read an
         output that is not whole. ``stopped``: it was ended in order, or never had the call: no death of that kind."""
-        begun = len(self._parts)
+        begun = self._begun
         half = [index for index, frame in enumerate(waiting) if frame.kind in VALUES][-begun:] if begun else []
         if len(half) < begun or not all(waiting[index].more for index in half):
             return None
@@ -150,5 +157,5 @@ class Resumption:
             self._seen = max(seen, self._seen)
         if self._in_vain >= _MOST_IN_VAIN:
             return None
-        self._parts.clear()
+        self._hash, self._begun = self._of_whole, 0
         return [waiting.pop(index) for index in reversed(half)]

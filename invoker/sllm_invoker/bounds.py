@@ -53,14 +53,15 @@ def clip_tokens(count: int) -> int:
 
 
 def clip_end(frame: Frame) -> Frame:
-    """An END as gateways may have it: they keep it, count by it, and answer with its error. Raises ``ProtocolError`` if
+    """An END as gateways may have it: they keep it, count by it, and answer with its error. That an instance was ended
+    in order is the invoker's to say: of a call that says so of itself no death would count. Raises ``ProtocolError`` if
     it is none, or if what it says of tokens cannot be."""
     end = codec.unpack(End, frame.data)
     usage = end.usage
     if usage is not None and not all(0 <= count <= MAX_TOKENS for count in msgspec.structs.astuple(usage)):
         raise ProtocolError(f"a call cannot have used {usage}")
     error = None if end.error is None else clip_error(end.error)
-    kept = msgspec.structs.replace(end, error=error, spans=clip_spans(end.spans))
+    kept = msgspec.structs.replace(end, error=error, spans=clip_spans(end.spans), stopped=False)
     return frame if kept == end else msgspec.structs.replace(frame, data=codec.pack(kept))
 
 

@@ -76,6 +76,8 @@ class Call:
                 raise ProtocolError("a worker sent a frame of a request's body")
             if kind is _IDS:
                 check_ids(frame)
+            elif kind is _END and frame is not frames[-1]:
+                raise ProtocolError(f"call {self.head.call}: frames after the end of its stream")
         if frames and frames[-1].kind is _END:
             frames = (*frames[:-1], clip_end(frames[-1]))
             self.ended_at = now

@@ -32,7 +32,7 @@ from sllm_runtime.platform import trace
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, InstanceLost, NotDeterministic
 from sllm_runtime.protocol.frames import End, Feed, Frame, FrameKind, Ids, Open, Opened, Unknown
-from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART
+from sllm_runtime.protocol.limits import FEED_IDS, MAX_PART, WINDOW
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import parse_comment
@@ -1817,6 +1817,31 @@ async def test_values_in_parts(nats: Nats) -> None:
         await s.deploy(moves=True)
         assert json.loads((await call).text) == [str(number) * (2 * MAX_PART) for number in range(4)]
         assert await s.moved() == 1
+
+
+@pytest.mark.parametrize("how", ["handed", "dies"])
+async def test_a_value_larger_than_all_that_a_destination_may_send(nats: Nats, how: str) -> None:
+    """What of it the caller has from the source is dropped as it comes: the rest of it would never come."""
+    big = {"handed": 11 + IN_STEP, "dies": 10}[how]
+    async with scene(nats, quiet_s=NEVER, stop_s=NEVER) as s, s.reading() as call:
+        s.value = lambda _, number: number if number != big else "x" * (WINDOW + MAX_PART)
+        if how == "handed":
+            await s.to_one_that_keeps_up()
+            (first,) = s.runs("i1")
+            s.last = s.pace["i1"] = big
+            await until(lambda: first.held)
+            s.pace["i1"] = big + 1
+        else:
+            await s.to_one_that_rests()
+            kept = s.moving().resumption
+            assert kept is not None
+            s.pace["i1"] = big + 1
+            await until(lambda: kept.delivered > big)
+            s.dies_at["i1"], s.pace["i1"] = big + 2, big + 3
+        found = values((await call).text)
+        assert [at for at, value in enumerate(found) if value != at] == [big]
+        assert len(found) == TOTAL
+        assert len(s.runs("i2")) == 1
 
 
 async def test_a_destination_of_another_numerics_class_is_not_asked(nats: Nats) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -68,11 +69,26 @@ def test_whole_outputs_count_however_they_come(outputs: list[list[bytes]], data:
     state.take(frames[:cut])
     assert state.delivered == whole
     assert state.digest == (kept.digest() if whole else b"")
+    assert state.hashed().digest() == kept.digest()
+    state.watch()
+    assert state.digest_at(whole) == kept.digest()
     waiting = list(frames[:cut])
     halves = state.break_off(waiting)
     assert halves is not None
     assert len(halves) == len(pending)
     assert waiting == frames[: cut - len(pending)]
+    state.take(frames[cut - len(pending) :])
+    everything = b"".join(frame.data for frame in frames)
+    assert state.digest == (hashlib.blake2b(everything, digest_size=16).digest() if outputs else b"")
+
+
+def test_parts_that_have_come_are_not_kept() -> None:
+    """An output is as large as its function makes it; its caller has them."""
+    state, data = Resumption(), bytes(MAX_PART)
+    known = sys.getrefcount(data)
+    state.take([part(data, more=True)])
+    assert state.half
+    assert sys.getrefcount(data) == known
 
 
 def test_half_an_output_that_its_caller_reads_cannot_be_taken_back() -> None:

@@ -11,7 +11,7 @@ from sllm_invoker.bounds import MAX_SPANS, MAX_TOKENS
 from sllm_invoker.call import Call
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.clipping import MESSAGE_BYTES, NAME_BYTES
-from sllm_runtime.protocol.errors import ErrorBody, ProtocolError
+from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, ProtocolError
 from sllm_runtime.protocol.frames import CallHead, End, Frame, FrameKind, Ids, Usage
 from sllm_runtime.protocol.timeline import Span
 
@@ -55,6 +55,12 @@ def test_an_end_is_bounded() -> None:
     assert (end.error.status, end.error.retry_after_s) == (500, None)
 
 
+def test_a_worker_does_not_say_that_it_was_ended_in_order() -> None:
+    """No death would count of a call that says so, and ends each instance that it comes to."""
+    (frame,) = told([end_frame(End(error=InstanceLost("it died").body(), stopped=True))])
+    assert not codec.unpack(End, frame.data).stopped
+
+
 @pytest.mark.parametrize("usage", [Usage(-1, 0, 0), Usage(0, -1, 0), Usage(0, 0, -1), Usage(MAX_TOKENS + 1)])
 def test_tokens_that_cannot_be_are_refused(usage: Usage) -> None:
     with pytest.raises(ProtocolError, match="cannot have used"):
@@ -76,6 +82,18 @@ def test_ids_are_told_as_they_are() -> None:
 def test_a_frame_behind_an_end_is_refused() -> None:
     with pytest.raises(ProtocolError, match="after the end"):
         told([end_frame(End()), end_frame(End(), 1)])
+
+
+def test_an_end_with_frames_behind_it_is_none() -> None:
+    """It was told as it was, and the call counted as ended well."""
+    call = a_call()
+    with pytest.raises(ProtocolError, match="after the end"):
+        call.push([end_frame(End(usage=Usage(-5))), Frame(1, FrameKind.OUTPUT, b"1")], 0.0)
+    call.fail(InstanceLost("it breaks the protocol").body(), 1.0)
+    (frame,) = call.take(limits.BATCH_BYTES, 1.0)
+    error = codec.unpack(End, frame.data).error
+    assert error is not None
+    assert (error.code, call.ended_at) == ("instance_lost", 1.0)
 
 
 def test_what_was_sent_once_is_sent_whatever_is_asked_for_again() -> None:
