@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from sllm_runtime.control import autoscale, backoff, fits, instances, room
-from sllm_runtime.control.placement import Decision, Place, Request, Wait, room_made
+from sllm_runtime.control.placement import Decision, Place, Request, Wait, ends_late, room_made
 from sllm_runtime.control.scheduling.ending import ending
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.moving import carried_s
@@ -61,7 +61,7 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
     known = view.migrations.get(name)
     instance = view.instances.get(name)
     if known is not None and (instance is None or not final(MIGRATION, known.state)):
-        return view if instance is None else _joined(view, known, instance, to, now)
+        return view if instance is None else _joined(view, known, instance, to, now, by)
     if instance is None or instance.ended:
         raise InstanceNotFound(f"there is no instance {name}; `sllm fn describe` shows those of a function")
     _reachable(view, instance, _carried(view, instance), to, now)
@@ -71,8 +71,12 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
     return _put(view, replace(begun, unfit=known.unfit, apart=known.apart) if known is not None else begun)
 
 
-def _joined(view: View, known: Migration, source: Instance, to: str, now: float) -> View:
-    """Who names another node than it goes to is not told that it goes there; while it has none yet it gets that one."""
+def _joined(view: View, known: Migration, source: Instance, to: str, now: float, by: Key | None) -> View:
+    """Who names another node than it goes to is not told that it goes there; while it has none yet it gets that one.
+    What people ask for as well is theirs."""
+    if by is None and known.by is not None:
+        known = replace(known, by=None)
+        view = _put(view, known)
     destination = view.instances.get(known.destination)
     node = destination.record.node if destination is not None else known.node
     if to in ("", node):
@@ -185,14 +189,30 @@ def _step(view: View, migration: Migration, now: float, choose: Choose, make: Ma
         why = f"the source is being ended: {source.stop.reason}"
         view = view if source.running else _for_nobody(view, migration, why)
         return _end(view, migration, MigrationState.ABANDONED, why, now)
+    destination = view.instances.get(migration.destination)
+    comes = destination.live and not destination.ready if destination is not None else not migration.destination
+    if comes and _needless(view, migration, source, now):
+        why = "its calls have ended; it can be ended for what wants its place"
+        return _end(_for_nobody(view, migration, why), migration, MigrationState.ABANDONED, why, now)
     if not migration.destination:
         return _place(view, migration, source, now, choose, make, turns)
-    destination = view.instances.get(migration.destination)
     if destination is None or destination.ended or destination.stop is not None:
         return _lost(view, migration, source, destination, now)
     if migration.state is MigrationState.MOVING:
         return _drained(view, source, migration.destination)
     return _commit(view, migration, source, destination, now) if destination.ready else view
+
+
+def _needless(view: View, migration: Migration, source: Instance, now: float) -> bool:
+    """Whether the start that a policy has it moved for has room sooner by its end: it is idle, and may be ended. Not on
+    a node that takes no starts, nor before that gives all the room: until then its place is kept for that start."""
+    by, node = migration.by, view.nodes.get(source.record.node)
+    version = view.versions.get(by) if by is not None else None
+    if source.running or by is None or version is None or node is None or not node.open:
+        return False
+    request = Request(by, version.manifest)
+    going = room_made(request, request.need(view), view, node, now) or ()
+    return source in going and not any(map(ends_late, going))
 
 
 def _place(

@@ -206,12 +206,27 @@ def evictable(request: Request, view: View, instance: Instance, now: float) -> b
 
 def room_made(request: Request, need: Need, view: View, node: Node, now: float) -> tuple[Instance, ...] | None:
     """Instances of ``node`` whose going lets it fit: what is ending already, and the fewest idle ones, longest idle
-    first; None if nothing helps. Not those on whose places other starts of this plan count."""
+    first; None if nothing helps. What has calls to finish is among them only where the others are not enough: nobody
+    knows how long these take. Not those on whose places other starts of this plan count."""
     there = [i for name, i in view.on(node.record.node).items() if i.seen and not i.ended and name not in view.claims]
-    leaving = sorted((i for i in there if i.stop is not None), key=ends_late)
+    leaving = [i for i in there if i.stop is not None]
+    soon, late = [i for i in leaving if not ends_late(i)], [i for i in leaving if ends_late(i)]
+    if fits(need, view, node, soon):
+        return needed(need, view, node, soon)
+    idle = sorted((i for i in there if evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
+    found = _beside(need, view, node, soon, idle)
+    if found is not None or not late:
+        return found
+    leaving = [*soon, *late]
     if fits(need, view, node, leaving):
         return needed(need, view, node, leaving)
-    idle = sorted((i for i in there if evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
+    return _beside(need, view, node, leaving, idle)
+
+
+def _beside(
+    need: Need, view: View, node: Node, leaving: Sequence[Instance], idle: Sequence[Instance]
+) -> tuple[Instance, ...] | None:
+    """Those of ``leaving``, and the fewest of ``idle``, the first ones, whose going lets it fit together."""
     chosen: list[Instance] = []
     for each in idle:
         if not _spares(view, [*chosen, each]):  # its version needs it, now that others of it go

@@ -1,6 +1,7 @@
 """Deleting a function: what others need of it stays."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -33,12 +34,36 @@ async def test_whether_a_bundle_is_needed_is_asked_when_its_turn_has_come(
     loop, delete, needed, deleted = bench.controller.loop, bundles.delete, set[str](), list[str]()
     first, begun, ended = [await bench.gateway.upload(data) for data in (b"first", b"begun", b"ended")]
 
-    async def slow(bus: Bus, digest: str) -> None:
+    async def slow(bus: Bus, digest: str, *may: Any) -> None:
         needed.add(begun)
         await bench.gateway.deploy(manifest(), b"ended")
         deleted.append(digest)
-        await delete(bus, digest)
+        await delete(bus, digest, *may)
 
     monkeypatch.setattr(bundles, "delete", slow)
     await remove_bundles(loop, loop._bus, [first, begun, ended], needed.__contains__)
     assert deleted == [first]
+
+
+@pytest.mark.parametrize("meanwhile", ["deposed", "needed", "deployed"])
+async def test_whether_a_bundle_may_go_is_asked_again_once_it_is_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """A leader that was stopped just there goes on while another one leads, or a deployment has begun or ended."""
+    loop, info, needed = bench.controller.loop, bundles._info, set[str]()
+    digest = await bench.gateway.upload(b"found")
+
+    async def then(*args: Any, **options: Any) -> Any:
+        found = await info(*args, **options)
+        monkeypatch.setattr(bundles, "_info", info)
+        if meanwhile == "deposed":
+            monkeypatch.setattr(loop, "_may_act", lambda: False)
+        elif meanwhile == "needed":
+            needed.add(digest)
+        else:
+            await bench.gateway.deploy(manifest(), b"found")
+        return found
+
+    monkeypatch.setattr(bundles, "_info", then)
+    await remove_bundles(loop, loop._bus, [digest], needed.__contains__)
+    assert await bundles.size(bench.gateway.bus, digest) == len(b"found")

@@ -10,6 +10,7 @@ import pytest
 
 from sllm_runtime.control import backoff, draining, minimums
 from sllm_runtime.control.changes import Write, decided
+from sllm_runtime.control.deletion import leaving
 from sllm_runtime.control.events import events
 from sllm_runtime.control.migration import PLACE_S, so_far
 from sllm_runtime.control.plan import SendStop
@@ -22,7 +23,7 @@ from sllm_runtime.protocol.errors import Conflict, NodeNotFound, Unavailable
 from sllm_runtime.protocol.limits import LOST_AFTER_S
 from sllm_runtime.protocol.records import PoolRecord
 from sllm_runtime.protocol.states import InstanceState, MigrationState
-from tests.unit.control.test_migration import CHAT, entries, ready, running, works
+from tests.unit.control.test_migration import CHAT, ask, entries, ready, running, works
 from tests.unit.control.world import ERROR, FakeNode, World, deployed, manifest
 
 
@@ -156,6 +157,34 @@ def test_what_is_idle_elsewhere_ends_for_one_that_has_to_go(policy: str) -> None
     assert world.view.claims == {old: Claim(inf, source)}
     world.turn(1)
     assert [world.view.instances[name].record.node for name in world.live(CHAT) if name != source] == ["n2"]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("to", ["", "n2"])
+def test_what_is_idle_ends_before_a_call_that_is_to_end_is_waited_for(policy: str, to: str) -> None:
+    """What drains or people move has 60 s to find a place; such a call may take for as long as any."""
+    world, source = running(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=2.0, gpus=0))
+    world.policy = POLICIES[policy]()
+    cordon(world, "n1", cordoned=True)
+    for name, calls in (("gone", 1), ("old", 0)):
+        world.view = deployed(world.view, manifest(name, cpu=1.0, keep_alive=600.0))
+        world.wait_for((name, 1), 1)
+        world.plan()
+        (there,) = world.live((name, 1))
+        ready(world, there)
+        works(world, there, calls)
+        world.wait_for((name, 1), 0)
+    world.turn(2)
+    world.view = leaving(world.view, "gone", force=False)
+    world.turn(1)
+    if to:
+        ask(world, source, to)
+    else:
+        cordon(world, "n1", drain=True)
+    world.turn(2)
+    assert [world.view.instances[name].record.node for name in world.live(CHAT) if name != source] == ["n2"]
+    assert not world.live(("old", 1))
+    assert [each.running for each in world.view.of(("gone", 1))] == [1]
 
 
 @pytest.mark.parametrize("how", ["it computes other bits", "it does not start"])

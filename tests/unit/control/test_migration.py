@@ -17,7 +17,7 @@ from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling.moving import carried_s
 from sllm_runtime.control.turns import Turns
-from sllm_runtime.control.view import TOKEN_S, Key, Move, Refusal, View, without
+from sllm_runtime.control.view import TOKEN_S, Key, Move, Refusal, Stop, View, without
 from sllm_runtime.protocol.errors import (
     Conflict,
     InstanceNotFound,
@@ -34,6 +34,7 @@ from sllm_runtime.protocol.states import InstanceState, MigrationState
 from tests.unit.control.world import ERROR, GIB, FakeNode, World, deployed, manifest
 
 CHAT: Key = ("chat", 1)
+OTHER: Key = ("other", 1)
 EXACT = ("engine:ours", "exact_resume")
 
 
@@ -552,6 +553,110 @@ def test_what_a_placement_wants_moved_is_moved() -> None:
     world.plan()
     assert not world.view.moves
     assert state(world, source) is MigrationState.DONE
+
+
+def wanted(*, there: tuple[str, ...] = (), **fields: Any) -> tuple[World, str, str]:
+    """A policy has the calls of the source moved for a start of ``other``, which waits; the destination starts. n1 is
+    full, with ``there`` beside the source, which work."""
+    options = {"cpu": 1.0 + 3.0 * (not there), "max_instances": 4, "keep_alive": 600.0, **fields}
+    world, source = running(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=8.0, gpus=0), **options)
+    for each in there:
+        copied(world, source, each)
+    world.view = deployed(world.view, manifest("other", cpu=4.0, labels={"only": "here"}))
+    world.nodes["n1"].labels = {"only": "here"}
+    world.hear_all()
+    world.turn(2)
+    world.wait_for(OTHER, 1)
+    moves = {name: Move(name, "n2", 3.0, OTHER, world.now) for name in (source, *there)}
+    world.view = replace(world.view, moves=moves)
+    world.plan()
+    world.hear_all()
+    return world, source, world.view.migrations[source].destination
+
+
+def copied(world: World, source: str, name: str) -> None:
+    """Another instance like ``source``, beside it."""
+    there, node = world.view.instances[source], world.nodes["n1"]
+    node.instances[name] = msgspec.structs.replace(node.instances[source], instance=name)
+    node.holds[name] = node.holds[source]
+    twin = replace(there, record=msgspec.structs.replace(there.record, instance=name))
+    world.view = world.view.put_instance(twin)
+
+
+def rests(world: World, name: str, seconds: float) -> None:
+    """Its calls have ended so long ago."""
+    world.nodes["n1"].set(name, InstanceState.READY, running=0, idle_s=seconds, served=3)
+    world.hear("n1")
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(0.2, False), (0.25, True)])
+def test_what_a_policy_has_moved_is_ended_for_the_start_instead_once_it_is_idle(seconds: float, ends: bool) -> None:
+    """Not while its next call may be on its way. The destination is nobody's."""
+    world, source, destination = wanted()
+    rests(world, source, seconds)
+    world.plan()
+    assert (state(world, source) is MigrationState.ABANDONED) is ends
+    assert [world.view.instances[name].stop is not None for name in (source, destination)] == [ends, ends]
+    if ends:
+        assert "its calls have ended" in migration.so_far(world.view, source).note
+        assert world.view.instances[source].stop == Stop("makes room for other", 300.0, resume=True)
+        world.finish(source, InstanceState.STOPPED)
+        world.plan()
+        assert [world.view.instances[name].record.node for name in world.live(OTHER)] == ["n1"]
+
+
+def test_what_a_policy_has_moved_is_ended_before_its_destination_is_looked_for() -> None:
+    world, source = running(cpu=4.0)
+    world.turn(2)
+    world.view = deployed(world.view, manifest("other", cpu=4.0, keep_alive=600.0))
+    world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, OTHER, world.now)})
+    rests(world, source, 1.0)
+    world.view = migration.advance(world.view, world.now, never, never, Turns(world.view, frozenset()))
+    assert state(world, source) is MigrationState.ABANDONED
+    assert not world.view.moves
+
+
+@pytest.mark.parametrize("why", ["asked", "joined", "drained", "demand", "minimum", "ready", "not enough", "late"])
+def test_an_idle_instance_moves_all_the_same(why: str) -> None:
+    """People have asked for it too, or its node is drained; its version has calls, or must be there, so that it could
+    not be ended; its destination is ready, so that it is ended at once; or it would not be enough to end it, or not
+    before a call ends."""
+    beside = ("twin", "third", "fourth") if why in ("not enough", "late") else ()
+    world, source, destination = wanted(min_instances=int(why == "minimum"), there=beside)
+    if why == "asked":
+        asked = without(world.view.moves, [source])
+        by = replace(world.view.migrations[source], by=None)
+        world.view = replace(world.view, moves=asked, migrations={source: by})
+    elif why == "joined":
+        ask(world, source, "n2")
+    elif why == "drained":
+        world.view = draining.cordon(world.view, "n1", cordoned=True, drain=True)
+    elif why == "demand":
+        world.wait_for(CHAT, 1)
+    elif why == "late":
+        world.view = instances.stop(world.view, world.view.instances["twin"], "its node is drained", 60.0)
+        for name in beside[1:]:
+            rests(world, name, 0.3)
+    rests(world, source, 0.3)
+    if why == "ready":
+        ready(world, destination)
+    world.plan()
+    assert state(world, source) is (MigrationState.MOVING if why == "ready" else MigrationState.PREPARING)
+    assert world.view.instances[destination].stop is None
+
+
+def test_what_several_moves_make_room_for_together_has_all_of_them_ended_once_they_are_idle() -> None:
+    """Until then each keeps its place for it."""
+    world, source, _ = wanted(there=("twin", "third", "fourth"))
+    sources = (source, "twin", "third", "fourth")
+    for name in sources[:-1]:
+        rests(world, name, 1.0)
+    world.plan()
+    assert {state(world, name) for name in sources} == {MigrationState.PREPARING}
+    rests(world, sources[-1], 1.0)
+    world.plan()
+    assert {state(world, name) for name in sources} == {MigrationState.ABANDONED}
+    assert all(each.stop is not None for each in world.view.of(CHAT))
 
 
 def test_a_place_is_promised_to_a_move_until_its_destination_has_it() -> None:

@@ -1,7 +1,13 @@
 """The platform's secrets: in files of their owner alone, told to nodes that start who names them and to nobody else."""
 
+import asyncio
+import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +16,7 @@ from sllm_runtime.control.vault import DirectoryVault
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Conflict, InvalidArgument, SecretNotFound, StartFailed, Unavailable
 from sllm_runtime.protocol.secrets import MAX_SECRET, MAX_SECRETS, Secrets, secret_names
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.control.bench import Bench, manifest
 
 VALUE = b"hunter2 \xff\0"
@@ -31,6 +38,81 @@ async def test_a_value_is_kept_as_it_is_for_its_owner_alone(tmp_path: Path) -> N
     await vault.remove("token")
     with pytest.raises(SecretNotFound, match="no secret token; `sllm secret set token`"):
         await vault.remove("token")
+
+
+def killed_as_it_stores(directory: Path, name: str, value: bytes) -> None:
+    """A controller that is, once the value is written and before it has its name."""
+    code = (
+        "import asyncio, os, pathlib, signal, sys\n"
+        "from sllm_runtime.control import vault\n"
+        "vault.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "directory, name, value = sys.argv[1:]\n"
+        "asyncio.run(vault.DirectoryVault(pathlib.Path(directory)).put(name, value.encode()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(directory), name, value.decode()])
+    assert done.returncode == -signal.SIGKILL
+
+
+async def test_of_a_value_whose_controller_was_killed_as_it_stored_it_nothing_is_left(tmp_path: Path) -> None:
+    """Once that name is stored or deleted; nobody else's is touched."""
+    vault = DirectoryVault(tmp_path)
+    for name in ("token", "gone", "other"):
+        await asyncio.to_thread(killed_as_it_stores, tmp_path, name, b"of_" + name.encode())
+        (tmp_path / f".new.7.{name}").write_bytes(b"of an earlier release")
+    assert len(list(tmp_path.iterdir())) == 6
+    await vault.put("token", b"new")
+    with pytest.raises(SecretNotFound):
+        await vault.remove("gone")
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert left.pop("token") == b"new"
+    assert {name.rsplit(".", 1)[-1] for name in left} == {"other"}
+    await asyncio.to_thread(killed_as_it_stores, tmp_path, "token", b"newer")
+    await vault.remove("token")
+    assert not any(path.name.endswith("token") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", ["stored", "deleted"])
+async def test_a_controller_that_was_stopped_as_it_stored_a_value_brings_it_not_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Another one has stored or deleted it meanwhile: the older value takes no place of that."""
+    old, new, sync = DirectoryVault(tmp_path), DirectoryVault(tmp_path), os.fsync
+    await new.put("token", b"first")
+    stopped, go = threading.Event(), threading.Event()
+
+    def stop(file: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        stopped.set()
+        assert go.wait(GIVE_UP_S)
+
+    monkeypatch.setattr(os, "fsync", stop)
+    storing = asyncio.create_task(old.put("token", b"older"))
+    await asyncio.to_thread(stopped.wait, GIVE_UP_S)
+    if way == "stored":
+        await new.put("token", b"newer")
+    else:
+        await new.remove("token")
+    go.set()
+    with pytest.raises(Unavailable, match="secret token was stored or deleted by another controller"):
+        await storing
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([b"newer"] if way == "stored" else [])
+
+
+async def test_a_value_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Unavailable, match="No space left"):
+        await DirectoryVault(tmp_path).put("token", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_one_value_is_stored_at_a_time(tmp_path: Path) -> None:
+    vault, values = DirectoryVault(tmp_path), [b"%d" % number * 1000 for number in range(8)]
+    await asyncio.gather(*(vault.put("token", value) for value in values))
+    assert (await vault.read(["token"])).values["token"] in values
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "../token", "a/b", "-x", "9", "a" * 64, "tok\n", ".new.1.x", "ä"])

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from sllm_runtime.control import registry
+from sllm_runtime.control.deploy import KEEP_S, MOST_WITHDRAWN
 from sllm_runtime.control.view import View
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
@@ -86,6 +87,17 @@ async def test_before_it_came_and_behind_another_one(bench: Bench) -> None:
     with pytest.raises(Cancelled):
         await second
     assert len(bench.node.starts) == 1
+
+
+async def test_those_that_never_come_are_forgotten(bench: Bench) -> None:
+    """After a while, whether somebody deploys or not; and of many the oldest at once."""
+    deployments, names = bench.controller.service._deployments, [f"{n:032x}" for n in range(MOST_WITHDRAWN + 10)]
+    for name in (names[0], *names):
+        await deployments.withdraw(ctl.Withdraw(request=name))
+    assert list(deployments._withdrawn) == names[10:]
+    deployments._withdrawn = {name: at - 2 * KEEP_S for name, at in deployments._withdrawn.items()}
+    await deployments.withdraw(ctl.Withdraw(request=names[0]))
+    assert list(deployments._withdrawn) == names[:1]
 
 
 async def test_too_late(bench: Bench) -> None:

@@ -18,24 +18,23 @@ def quickest_ending(
     request: Request, start: Start, view: View, servers: Servers, now: float, best: float
 ) -> tuple[float, Decision] | None:
     """Ending idle instances, or waiting for those that end: where that is quicker than ``best`` seconds (infinite:
-    there is no room anywhere), what is idle being started again counted against it."""
-    found: tuple[float, str, Decision] | None = None
-    limit = best
+    there is no room anywhere), what is idle being started again counted against it. Where what has calls to finish is
+    waited for it takes infinitely long: only if there is no room, and no other server makes any."""
+    found: Decision | None = None
+    limit = (best == inf, best)  # whether calls have to end, and seconds beside these
     for guess, server in by_time(start, servers, servers.yielding, view.learned.least_release, best):
-        if guess.seconds >= limit:
+        if (False, guess.seconds) >= limit:
             break
         going = room_made(request, start.need, view, server.node, now)
         if going is None:
             continue
         idle = [each for each in going if each.stop is None]
-        if best != inf and not idle and any(map(ends_late, going)):  # nothing is stopped for who then goes elsewhere
-            continue
         ready = guess.after(release_s(view, idle or going)).seconds
         seconds = ready + sum(again_s(view, server, instance) for instance in idle)
-        seconds += start.delay_s(server, guess.seconds)
-        if seconds < limit:
-            limit, found = seconds, (seconds, server.name, ending(server.name, going, ready, room=best != inf))
-    return (found[0], found[2]) if found is not None else None
+        cost = (any(map(ends_late, going)), seconds + start.delay_s(server, guess.seconds))
+        if cost < limit:
+            limit, found = cost, ending(server.name, going, ready, room=best != inf)
+    return (inf if limit[0] else limit[1], found) if found is not None else None
 
 
 def release_s(view: View, instances: Iterable[Instance]) -> float:
@@ -50,15 +49,17 @@ def again_s(view: View, server: Server, instance: Instance) -> float:
 
 
 def make_room(request: Request, need: Need, view: View, servers: Sequence[Server], now: float) -> Decision | None:
-    """The fewest idle instances whose end lets it fit on one of ``servers``."""
+    """The fewest idle instances whose end lets it fit on one of ``servers``; those where what has calls to finish is
+    waited for come last."""
     plans = []
     for server in sorted(servers, key=lambda server: server.name):
         going = room_made(request, need, view, server.node, now) if server.yielding else None
         if going is not None:
-            plans.append((sum(each.stop is None for each in going), server.name, going))
+            late = any(map(ends_late, going))
+            plans.append((late, sum(each.stop is None for each in going), server.name, going))
     if not plans:
         return None
-    _, name, going = min(plans, key=lambda plan: plan[:2])
+    *_, name, going = min(plans, key=lambda plan: plan[:3])
     return ending(name, going)
 
 
@@ -67,8 +68,8 @@ def ending(name: str, going: Sequence[Instance], seconds: float | None = None, *
     there after ``seconds``; where all do, to wait for them. ``room``: there is some elsewhere."""
     claims = tuple(each.record.instance for each in going)
     names = tuple(each.record.instance for each in going if each.stop is None)
+    known = seconds if not any(map(ends_late, going)) else None
     if not names:
-        known = seconds if not any(map(ends_late, going)) else None
         return Wait(f"waits for instances to end on {name}", seconds=known, room=room, claims=claims)
     why = f"makes room on {name} by ending {len(names)} idle instance(s)"
-    return Evict(names, why, claims, seconds=seconds)
+    return Evict(names, why, claims, seconds=known)

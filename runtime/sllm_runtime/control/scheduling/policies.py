@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
+from sllm_runtime.control.fits import Need, short, total
 from sllm_runtime.control.placement import Decision, May, Place, Policy, Request, may_start, why_not
 from sllm_runtime.control.scheduling.ending import make_room
 from sllm_runtime.control.scheduling.index import Servers
@@ -31,21 +32,21 @@ class _Simple(ABC):
         need = request.own or servers.need(view, request.key, request.manifest)
         may = may_start(view, request.key, now, failed=request.failed)
         for rank in range(max(len(need.gpus), 1)):
-            for server in chain(self.order(request, may, rng), kept):  # which is kept for it it takes in any case
+            for server in chain(self.order(request, need, may, rng), kept):  # which is kept for it it takes in any case
                 gpus = server.devices(need, rank)
                 if gpus is not None and may(server.node):
                     return Place(server.name, gpus)
-        asked = self.among(request, may)
+        asked = self.among(request, need, may)
         asked += [server for server in kept if may(server.node) and server not in asked]
         return make_room(request, need, view, asked, now) or why_not(
             request, need, view, [server.node for server in asked]
         )
 
     @abstractmethod
-    def order(self, request: Request, may: May, rng: random.Random) -> Iterator[Server]:
+    def order(self, request: Request, need: Need, may: May, rng: random.Random) -> Iterator[Server]:
         """Servers, those first that are liked best."""
 
-    def among(self, request: Request, may: May) -> list[Server]:
+    def among(self, request: Request, need: Need, may: May) -> list[Server]:
         """Where instances may end for it."""
         return [server for server in self._servers.by_name() if may(server.node)]
 
@@ -53,7 +54,7 @@ class _Simple(ABC):
 class Random(_Simple):
     """Any node where it fits, as serverless platforms that know nothing of models do."""
 
-    def order(self, request: Request, may: May, rng: random.Random) -> Iterator[Server]:
+    def order(self, request: Request, need: Need, may: May, rng: random.Random) -> Iterator[Server]:
         left = self._servers.by_name()
         while left:
             chosen = rng.randrange(len(left))
@@ -64,29 +65,36 @@ class Random(_Simple):
 class Availability(_Simple):
     """The node with most free memory, wherever the weights are."""
 
-    def order(self, request: Request, may: May, rng: random.Random) -> Iterator[Server]:
+    def order(self, request: Request, need: Need, may: May, rng: random.Random) -> Iterator[Server]:
         return self._servers.by_memory()
 
 
 class Locality(_Simple):
-    """Where the weights are, even if that means waiting for a place there; elsewhere only when no node has them."""
+    """Where the weights are, even if that means waiting for a place there; elsewhere only when no node has them that
+    could run it."""
 
-    def order(self, request: Request, may: May, rng: random.Random) -> Iterator[Server]:
-        near = self._near(request, may)
-        if not near:
-            return self._servers.by_memory()
-        return iter(sorted(near, key=lambda server: (request.model not in server.stored.dram, *_roomy(server))))
+    def order(self, request: Request, need: Need, may: May, rng: random.Random) -> Iterator[Server]:
+        near = self._near(request, need, may)
+        yield from sorted(near, key=lambda server: (request.model not in server.stored.dram, *_roomy(server)))
+        if not _could_run(near, need):
+            yield from self._servers.by_memory()
 
-    def among(self, request: Request, may: May) -> list[Server]:
-        return self._near(request, may) or super().among(request, may)
+    def among(self, request: Request, need: Need, may: May) -> list[Server]:
+        near = self._near(request, need, may)
+        return near if _could_run(near, need) else super().among(request, need, may)
 
-    def _near(self, request: Request, may: May) -> list[Server]:
+    def _near(self, request: Request, need: Need, may: May) -> list[Server]:
         """All of them, where it has no model."""
         if request.model is None:
-            return super().among(request, may)
+            return super().among(request, need, may)
         dram, ssd = self._servers.in_dram(request.model), self._servers.on_ssd(request.model)
         found = {server.name: server for server in (*dram, *ssd)}
         return [server for server in found.values() if may(server.node)]
+
+
+def _could_run(servers: Iterable[Server], need: Need) -> bool:
+    """Whether any of them could, were it empty."""
+    return any(not short(need, total(server.status)) for server in servers)
 
 
 def _roomy(server: Server) -> tuple[int, str]:

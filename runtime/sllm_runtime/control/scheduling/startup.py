@@ -19,7 +19,8 @@ from sllm_runtime.control.scheduling.waiting import quickest_wait
 from sllm_runtime.control.view import Node, View
 
 OVERDUE_S: Final = 5.0
-"""Moves that take so much longer than expected are not waited for where there is room without them."""
+"""Moves that take so much longer than expected are not waited for where there is room without them, or where what is
+idle makes some."""
 
 
 class StartupTime:
@@ -47,9 +48,9 @@ class StartupTime:
         may_move = request.patient and not request.further
         moves = under_way(view, request) if may_move else []
         if moves:
-            late = now > max(move.decided + move.seconds for move in moves) + OVERDUE_S
             waits = Wait(f"waits for {len(moves)} instance(s) to go on elsewhere")
-            return here or waits if late else waits
+            late = now > max(move.decided + move.seconds for move in moves) + OVERDUE_S
+            return here or self._idle(request, start, view, now) or waits if late else waits
         if room is not None and room.rank + 1 < len(start.need.gpus):  # nobody makes way for what is less wanted
             need = replace(start.need, gpus=start.need.gpus[: room.rank + 1])
             start = msgspec.structs.replace(start, need=need)
@@ -65,6 +66,11 @@ class StartupTime:
             if ends is not None:
                 return replace(ends[1], room=best != inf)
         return otherwise or why_not(request, start.need, view, _asked(start, self._servers))
+
+    def _idle(self, request: Request, start: Start, view: View, now: float) -> Decision | None:
+        """Room by the end of what is idle, without a call to wait for."""
+        made = quickest_ending(request, start, view, self._servers, now, inf)
+        return made[1] if made is not None and made[0] < inf else None
 
 
 class Preemption:
@@ -85,13 +91,12 @@ class Preemption:
             return here
         best = _cost(start, room) if room is not None else inf
         made = quickest_ending(request, start, view, self._servers, now, best)
-        if made is not None:
-            return made[1]
-        if not request.patient:  # nothing is stopped for what runs
-            return why_not(request, start.need, view, _asked(start, self._servers))
-        moving = Moving.of(request, view, self._servers, now, self._settled_s, start.others)
-        stopped = self._stopped(moving, start, best)
-        return stopped or here or why_not(request, start.need, view, _asked(start, self._servers))
+        otherwise = made[1] if made is not None else here
+        # Nothing is stopped for what runs, nor where what is idle makes room.
+        if request.patient and (made is None or made[0] == inf):
+            moving = Moving.of(request, view, self._servers, now, self._settled_s, start.others)
+            otherwise = self._stopped(moving, start, best) or otherwise
+        return otherwise or why_not(request, start.need, view, _asked(start, self._servers))
 
     def _stopped(self, moving: Moving, start: Start, best: float) -> Evict | None:
         """What to stop where it starts soonest then, if that is before ``best``."""

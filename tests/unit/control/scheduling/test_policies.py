@@ -202,6 +202,22 @@ def test_locality_waits_where_the_weights_are() -> None:
     assert isinstance(place(StartupTime(), view, "chat"), Place)
 
 
+def test_locality_takes_another_node_where_those_with_the_weights_could_never_run_it() -> None:
+    """It starts there, or what is idle ends there for it. Where one of them could it waits."""
+    view, _ = function(cluster(node("bare", gpus=0, models=(M.digest,)), node("far"), models=(M,)), "chat", M)
+    decision = place(Locality(), view, "chat")
+    assert isinstance(decision, Place)
+    assert decision.node == "far"
+    full = idle(function(view, "old")[0], "old", "far")
+    ends = place(Locality(), full, "chat")
+    assert isinstance(ends, Evict)
+    assert ends.instances == ("old-on-far-0",)
+    near = observe(view, node("near", models=(M.digest,)), NOW, 0.0)
+    waits = place(Locality(), idle(function(near, "works")[0], "works", "near", running=1), "chat")
+    assert isinstance(waits, Wait)
+    assert "1 x L4 (has none) on near" in str(waits.reason)
+
+
 def test_every_policy_can_be_chosen() -> None:
     for name, policy in POLICIES.items():
         assert type(ControllerSettings.load({"SLLM_POLICY": name}).chosen_policy()) is policy

@@ -87,6 +87,24 @@ def test_moves_that_are_overdue_are_not_waited_for_beside_room(over_s: float, wa
     assert isinstance(decision, Wait if waits else Place)
 
 
+@pytest.mark.parametrize(("over_s", "late", "ends"), [(-0.1, False, False), (0.1, False, True), (0.1, True, False)])
+def test_what_is_idle_ends_for_who_waits_for_moves_that_are_overdue(over_s: float, late: bool, ends: bool) -> None:
+    """Not what has a call to finish: nobody knows which of the two is over sooner."""
+    made = planned(moved().put_waiting(CHAT, "gw", 1)).view
+    (move,) = made.moves.values()
+    full = replace(made, nodes={"full": made.nodes["full"]})
+    third = observe(full, node("third"), NOW, 0.0)
+    third = leaving(third, "third") if late else idle(function(third, "old")[0], "old", "third")
+    now = move.decided + move.seconds + OVERDUE_S + over_s
+    third = replace(third, listening_since=now)
+    decision = StartupTime().place(request(third, CHAT), third, now, random.Random(1))
+    assert isinstance(decision, Evict if ends else Wait)
+    if isinstance(decision, Evict):
+        assert decision.instances == ("old-on-third-0",)
+    else:
+        assert decision.reason == "waits for 1 instance(s) to go on elsewhere"
+
+
 def test_what_is_moved_for_one_start_is_neither_waited_for_nor_ended_for_another() -> None:
     view = moved().put_waiting(CHAT, "gw", 1)
     late = model("late", 20 * GB)
@@ -161,6 +179,77 @@ def test_one_that_waits_for_what_ends_already_says_for_how_long() -> None:
     decision = place(StartupTime(), ending.put_instance(late), "chat")
     assert isinstance(decision, Wait)
     assert decision.seconds is None, "nobody knows when its call ends"
+
+
+def leaving(view: View, where: str, gpu: int = 0) -> View:
+    """``view`` with an instance of ``gone`` that ends once its call does, however long that takes."""
+    view = idle(function(view, "gone", timeout=1800.0)[0], "gone", where, gpu, running=1)
+    there = view.instances[f"gone-on-{where}-{gpu}"]
+    return view.put_instance(replace(there, stop=Stop("it is deleted", 1800.0)))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("where", ["near", "other"])
+def test_what_is_idle_ends_before_what_has_a_call_to_finish_is_waited_for(policy: str, where: str) -> None:
+    """On its node, or on another one: nobody knows how long the call takes."""
+    held = (M.digest,)
+    nodes = (node("near", gpus=1 + (where == "near"), models=held), node("other", gpus=where == "other", models=held))
+    view, _ = function(leaving(cluster(*nodes, models=(M,)), "near"), "chat", M)
+    alone = place(POLICIES[policy](), replace(view, nodes={"near": view.nodes["near"]}), "chat")
+    assert isinstance(alone, Wait if where == "other" else Place)
+    view = idle(function(view, "old")[0], "old", where, int(where == "near"), idle_s=10.0)
+    decision = place(POLICIES[policy](), view, "chat")
+    assert isinstance(decision, Evict)
+    assert decision.instances == decision.claims == (f"old-on-{where}-{int(where == 'near')}",)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_has_a_call_to_finish_is_waited_for_where_nothing_else_makes_room(policy: str) -> None:
+    """Beside what is idle, if that is not enough alone; until when nobody knows."""
+    view, _ = function(leaving(cluster(node("near", gpus=2, models=(M.digest,)), models=(M,)), "near"), "chat", M)
+    view = wants(view, "L4:2")
+    view = idle(function(view, "old")[0], "old", "near", 1, idle_s=10.0)
+    decision = place(POLICIES[policy](), view, "chat")
+    assert isinstance(decision, Evict)
+    assert decision.instances == ("old-on-near-1",)
+    assert decision.claims == ("gone-on-near-0", "old-on-near-1")
+    assert decision.seconds is None
+
+
+@pytest.mark.parametrize("policy", ["startup-time", "preemption"])
+def test_nothing_idle_ends_beside_a_call_to_finish_for_who_has_room_elsewhere(policy: str) -> None:
+    """However far the weights are there: the call may take for ever."""
+    nodes = (node("near", gpus=2, models=(M.digest,)), node("far", gpus=2))
+    view = wants(function(leaving(cluster(*nodes, models=(M,)), "near"), "chat", M)[0], "L4:2")
+    view = idle(function(view, "old")[0], "old", "near", 1, idle_s=10.0)
+    decision = place(POLICIES[policy](), view, "chat")
+    assert isinstance(decision, Place)
+    assert decision.node == "far"
+
+
+@pytest.mark.parametrize(("policy", "made"), [("startup-time", Migrate), ("preemption", Evict)])
+def test_what_runs_makes_way_before_what_has_a_call_to_finish_is_waited_for(policy: str, made: type) -> None:
+    """``chat`` runs where its label is: on ``full``, and on ``near``, which would be as quick."""
+    zone = {"zone": "a"}
+    nodes = (node("full", labels=zone), node("near", labels=zone), node("free"))
+    held = [msgspec.structs.replace(each, models=(M.digest, OTHER.digest)) for each in nodes]
+    view, _ = function(leaving(cluster(*held, models=(M, OTHER)), "near"), "chat", M, labels=zone)
+    view, _ = function(view, "other", OTHER, engine=True, model="/other")
+    decision = place(POLICIES[policy](), idle(view, "other", "full", running=1, carries=True), "chat")
+    assert isinstance(decision, Migrate | Evict)
+    assert type(decision) is made
+    names = decision.instances if isinstance(decision, Evict) else tuple(each.instance for each in decision.moves)
+    assert names == ("other-on-full-0",)
+    stays = place(POLICIES[policy](), idle(view, "other", "full", running=1), "chat")
+    assert isinstance(stays, Wait)
+    assert stays.claims == ("gone-on-near-0",)
+
+
+def wants(view: View, gpu: str) -> View:
+    """``chat`` wants such accelerators."""
+    version = view.versions[CHAT]
+    what = version.manifest.model_copy(update={"gpu": (gpu,)})
+    return view.put_version(msgspec.structs.replace(version, manifest=what))
 
 
 def test_a_version_at_its_minimum_does_not_hide_the_room_of_others() -> None:
