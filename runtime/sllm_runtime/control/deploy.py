@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -52,6 +53,8 @@ WITHDRAW_S: Final = 1.0
 """Somebody waits at a terminal for what became of their Ctrl-C."""
 KEEP_S: Final = 120.0
 """How long the outcome of a deployment is kept for an asker whose reply was lost."""
+MOST_WITHDRAWN: Final = 1000
+"""Requests called back before they came that are known at once: of more, the oldest are forgotten."""
 CAPACITY_LOOK_S: Final = 0.5
 CRASHES: Final = 3
 """Nodes that may die under a trial before the deployment gives up."""
@@ -93,9 +96,14 @@ class Deployments:
         routed = registry.routed_by(self._loop.view, request.request)
         if routed is not None:
             return Withdrawn(version=routed)
+        now = time.monotonic()
+        self._forget(now)
         deployment = self._known.get(request.request)
         if deployment is None:  # not here yet; or of a controller that is gone, and with it what it was doing
-            self._withdrawn[request.request] = time.monotonic()
+            self._withdrawn.pop(request.request, None)
+            self._withdrawn[request.request] = now
+            if len(self._withdrawn) > MOST_WITHDRAWN:
+                del self._withdrawn[next(iter(self._withdrawn))]
             return Withdrawn()
         deployment.withdrawn.set()
         with contextlib.suppress(TimeoutError):  # behind another deployment: it will find itself called back
@@ -289,16 +297,22 @@ class Deployments:
 
 async def remove_bundles(loop: Loop, bus: Bus, digests: Iterable[str], needed: Callable[[str], bool]) -> None:
     """Delete those that no version and no deployment (``needed``) needs when their turn has come: a deployment may have
-    begun meanwhile. Nothing fences bundles: only while it is sure that it leads, since another leader's versions may
-    need what this one's view does not. One that stays is logged: it costs room only, until the next sweep."""
-    for digest in digests:
+    begun meanwhile, also while one is looked for. Nothing fences bundles: only while it is sure that it leads, since
+    another leader's versions may need what this one's view does not. One that stays is logged: it costs room only,
+    until the next sweep."""
+
+    def may(digest: str) -> bool:
         if needed(digest) or not registry.unreachable(loop.view, [digest]):
-            continue
+            return False
         if not loop.may_act:
             log.warning("bundle %s is left for the sweep: it is not sure that this controller leads", digest)
+        return loop.may_act
+
+    for digest in digests:
+        if not may(digest):
             continue
         try:
-            await bundles.delete(bus, digest)
+            await bundles.delete(bus, digest, functools.partial(may, digest))
         except SllmError as error:
             log.warning("bundle %s was not removed: %s", digest, error.message)
 

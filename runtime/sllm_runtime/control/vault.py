@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from secrets import token_hex
 from typing import Final, Protocol, TypeVar
 
 from sllm_runtime.protocol.ctl import SecretInfo
@@ -21,7 +23,7 @@ from sllm_runtime.protocol.secrets import MAX_SECRET, MAX_STORED, SECRET_NAME, S
 T = TypeVar("T")
 
 _NEW: Final = ".new"
-"""No secret's name begins with it."""
+"""Begins the name of a file that is written, no secret's, and is followed by what no other one has."""
 
 
 class Vault(Protocol):
@@ -46,12 +48,14 @@ class DirectoryVault:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._changing = threading.Lock()
+        """One is stored or removed at a time: each takes away what another has not stored yet."""
 
     async def put(self, name: str, value: bytes) -> SecretInfo:
         """As ``Vault``."""
         checked(name)
         bounded(value)
-        return await self._do(lambda: self._put(name, value))
+        return await self._do(lambda: self._alone(lambda: self._put(name, value)))
 
     async def names(self) -> tuple[SecretInfo, ...]:
         """As ``Vault``."""
@@ -65,7 +69,7 @@ class DirectoryVault:
     async def remove(self, name: str) -> None:
         """As ``Vault``."""
         checked(name)
-        await self._do(lambda: self._remove(name))
+        await self._do(lambda: self._alone(lambda: self._remove(name)))
 
     async def _do(self, work: Callable[[], T]) -> T:
         try:
@@ -76,20 +80,41 @@ class DirectoryVault:
             )
             raise Unavailable(text) from error
 
+    def _alone(self, work: Callable[[], T]) -> T:
+        with self._changing:
+            return work()
+
     # --- files --------------------------------------------------------------------------------------
     def _put(self, name: str, value: bytes) -> SecretInfo:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._directory / name
         if not path.exists():
             room_for(len(self._list()))
-        new = self._directory / f"{_NEW}.{os.getpid()}.{name}"
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(value)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        self._clear(name)
+        new = self._directory / f"{_NEW}.{token_hex(8)}.{name}"
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(value)
+                file.flush()
+                os.fsync(file.fileno())
+            self._rename(new, path)
+        finally:
+            new.unlink(missing_ok=True)
         return _info(path)
+
+    @staticmethod
+    def _rename(new: Path, path: Path) -> None:
+        try:
+            new.replace(path)
+        except FileNotFoundError as error:
+            text = f"secret {path.name} was stored or deleted by another controller at this moment; store it again"
+            raise Unavailable(text) from error
+
+    def _clear(self, name: str) -> None:
+        """Remove what was written of it and never got its name: its controller was killed. Or was stopped, or is as far
+        as that just now: then it stores nothing any more, and an older value takes no place of what was done since."""
+        for left in self._directory.glob(f"{_NEW}.*.{name}"):
+            left.unlink(missing_ok=True)
 
     def _list(self) -> tuple[SecretInfo, ...]:
         if not self._directory.is_dir():
@@ -109,6 +134,7 @@ class DirectoryVault:
         return Secrets(values)
 
     def _remove(self, name: str) -> None:
+        self._clear(name)
         try:
             (self._directory / name).unlink()
         except FileNotFoundError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import json
 import os
 import secrets
@@ -40,6 +41,8 @@ LEAST_STORE: Final = 1280 * MIB
 """More than what the platform's bounded streams reserve."""
 _KEEP_FREE: Final = 512 * MIB
 _CORES_A_THREAD: Final = 4
+_PID_DIGITS: Final = 7
+"""A date has more."""
 
 
 def threads(cores: int) -> int:
@@ -61,13 +64,29 @@ def find_binary() -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write ``path`` in one step with mode 0600."""
+    """Write ``path`` in one step with mode 0600. What a process that was killed as it wrote it has left goes."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if _is_gone(left.name.removeprefix(f".{path.name}.")):
+            left.unlink(missing_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.unlink(missing_ok=True)
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
     new.replace(path)
+
+
+def _is_gone(pid: str) -> bool:
+    """Whether this can be the number of a process, and there is none."""
+    if not pid.isdecimal() or len(pid) > _PID_DIGITS:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def new_identity(kind: str, identity: str) -> Identity:

@@ -1,14 +1,18 @@
 """Where the embedded server listens."""
 
 import json
+import os
 import socket
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
 from sllm_runtime.platform.bus import Bus
-from sllm_runtime.platform.nats_server import EmbeddedNats, free_port, new_identity, threads
+from sllm_runtime.platform.nats_server import EmbeddedNats, free_port, new_identity, threads, write_private
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.nats import CONTROLLER, Nats
@@ -28,6 +32,18 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     with socket.create_server(("127.0.0.1", first)):
         monkeypatch.setattr("secrets.randbelow", lambda _: next(numbers))
         assert free_port() == second
+
+
+def test_what_a_killed_process_left_of_a_private_file_goes(tmp_path: Path) -> None:
+    """When it is written again; not what a process that is there writes, nor other files."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    kept = {f".token.{os.getppid()}", f".token.old.{ended.pid}", ".token.", ".token.x", ".token.20261127"}
+    for name in (f".token.{ended.pid}", *kept):
+        (tmp_path / name).write_text("left")
+    write_private(tmp_path / "token", "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"token", *kept}
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
 
 
 async def test_a_server_of_somebody_else_is_not_taken_for_its_own(nats: Nats, tmp_path: Path) -> None:
