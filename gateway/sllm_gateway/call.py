@@ -10,7 +10,7 @@ from typing import Final, Literal
 from sllm_gateway.binding import NEVER, Binding
 from sllm_gateway.move import Move
 from sllm_gateway.pace import Pace
-from sllm_gateway.resumption import Resumption
+from sllm_gateway.resumption import VALUES, Resumption
 from sllm_gateway.table import Version
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import SllmError
@@ -82,6 +82,28 @@ class Marks:
         self.moves = (*self.moves, now)[-MOST_MOVES:]
 
 
+@dataclass
+class Gathered:
+    """The value that comes in parts, as far as it is here: a journal takes it whole."""
+
+    nbytes: int = 0
+    frames: int = 0
+    """Those of other kinds that came between its parts too."""
+    more: bool = False
+    """Whether more of it is to come."""
+
+    def take(self, frame: Frame) -> None:
+        """The next frame of the call, also of no such value."""
+        if not self.more:
+            self.nbytes = self.frames = 0
+        value = frame.kind in VALUES
+        if self.more or (value and frame.more):
+            self.nbytes += len(frame.data)
+            self.frames += 1
+        if value:
+            self.more = frame.more
+
+
 @dataclass(eq=False)
 class Call:
     """A call's life. ``Calls`` writes it, one reader (the HTTP response) takes from it."""
@@ -90,7 +112,7 @@ class Call:
     marks: Marks
     state: CallState = CallState.QUEUED
     over: bool = False
-    """Whether nothing more will come of it."""
+    """Whether nothing more will come of it. Of one whose reader is a journal it is not ``settled`` by that."""
     epoch: int = 0
     attempts: int = 0
     """Hand-overs that an instance accepted, or may have."""
@@ -100,6 +122,8 @@ class Call:
     held: list[Frame] = field(default_factory=list)
     """Taken by the reader and not used yet: parts of a value of which more is to come, where it uses whole ones alone;
     the reserve of a stream (``pace``)."""
+    gathered: Gathered = field(default_factory=Gathered)
+    """Counted where its reader is a journal."""
     paces: bool = False
     """Whether its reader keeps a reserve when it is to."""
     pace: Pace | None = None
@@ -155,6 +179,11 @@ class Call:
         return self.order.version
 
     @property
+    def settled(self) -> bool:
+        """Whether it has ended, as its state says."""
+        return final(CALL, self.state)
+
+    @property
     def bound_to_numerics(self) -> bool:
         """Whether its answer has begun, or may have, so that only an instance of the same numerics class goes on with
         it. In a journal it begins with its first ids: whoever goes on with the call has them."""
@@ -166,7 +195,19 @@ class Call:
     def go(self, state: CallState) -> None:
         """Move along the table of ``states.CALL``."""
         self.state = check(CALL, self.state, state)
-        self.over = final(CALL, state)
+        self.over = self.settled
+
+    def answered(self, end: End) -> None:
+        """Its instance has said all of the answer. What a journal is to have counts once it is written: until then it
+        can still fail."""
+        self.end, self.over = end, True
+        if not self.journaled:
+            self.settle()
+
+    def settle(self) -> None:
+        """The answer is where it is to be: it has succeeded, unless it has failed before."""
+        if not self.settled:
+            self.go(CallState.SUCCEEDED)
 
     def go_on(self, now: float) -> None:
         """Back to the queue. What came of it until now stands: an instance that goes on with it is told."""
@@ -177,6 +218,7 @@ class Call:
     def begin_again(self, now: float) -> None:
         """Back to the queue: what came of it until now, of which its caller has seen nothing, is thrown away."""
         self.frames.clear()
+        self.gathered = Gathered()
         self.buffered = 0
         self.exact = True
         if self.resumption is not None:
@@ -202,7 +244,7 @@ class Call:
             return False
         returned = {id(frame) for frame in self.held}  # that credit is the instance's again
         self.buffered -= sum(frame.cost for frame in halves if id(frame) not in returned)
-        self.held, self.frames = [], waiting
+        self.held, self.frames, self.gathered = [], waiting, Gathered()
         return True
 
     def bound(self, epoch: int, node: str) -> Binding | None:

@@ -115,8 +115,8 @@ class Calls:
         return self._open.get(call)
 
     def open(self) -> list[Call]:
-        """Those that are not over, in the order in which they came."""
-        return [call for call in self._open.values() if not call.over]
+        """Those that have not ended, in the order in which they came."""
+        return [call for call in self._open.values() if not call.settled]
 
     def waits(self, call: Call) -> Progress | None:
         """What the call waits for: a start and how far it is, a node, or room; None: nothing, or it is not known."""

@@ -132,12 +132,19 @@ class Delivery:
         if marks.first is None:
             marks.first = now
         marks.last = now
-        call.frames += ready
+        fits, why = _gather(call, ready, self._max_output) if call.journaled else (len(ready), "")
+        call.frames += ready[:fits]
         call.buffered += cost
-        if call.order.stream:
+        if why:
+            self._ending.fail(call, OutputTooLarge(f"a value of the answer {why}; yield it in several, or answer less"))
+        elif call.order.stream:
             self._arrivals.add(call)
-            return
-        binding.inbox.consume(cost)  # collected here, and bounded
+        else:
+            self._collect(call, binding, cost)
+
+    def _collect(self, call: Call, binding: Binding, cost: int) -> None:
+        """It is to be whole: collected here, and bounded."""
+        binding.inbox.consume(cost)
         nbytes = call.buffered - len(call.frames) * limits.FRAME_COST
         if why := too_large(nbytes, len(call.frames), self._max_output):
             self._ending.fail(call, OutputTooLarge(f"the answer {why}; stream it, or answer less"))
@@ -181,6 +188,16 @@ class Delivery:
             call.due = now
             if call.binding is not None:
                 self._link.send_all(call.binding.node, call.binding.recovered(now))
+
+
+def _gather(call: Call, frames: list[Frame], most: int) -> tuple[int, str]:
+    """How many of them fit, and what is wrong with the value that the next one is of; empty: nothing. Its reader has to
+    gather what comes in parts: credit alone does not bound that."""
+    for at, frame in enumerate(frames):
+        call.gathered.take(frame)
+        if why := too_large(call.gathered.nbytes, call.gathered.frames, most):
+            return at, why
+    return len(frames), ""
 
 
 def too_large(nbytes: int, frames: int, most: int) -> str:

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from sllm_gateway.call import Call, Earlier, Order
-from sllm_gateway.calls import Calls
+from sllm_gateway.calls import STOPPED, Calls
 from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s, moved
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.resumption import VALUES, Resumption
@@ -46,6 +46,7 @@ from sllm_runtime.protocol.errors import (
     Conflict,
     Draining,
     FunctionNotFound,
+    GatewayStopped,
     InstanceLost,
     InternalError,
     JournalExpired,
@@ -60,8 +61,6 @@ from sllm_runtime.protocol.limits import BATCH_BYTES, FRAME_ENVELOPE, MAX_PART
 from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.subjects import BODIES_STREAM, CALLS_STREAM, JOURNAL_STREAM
 
-_BEGUN: Final = (CallState.RUNNING, CallState.SUCCEEDED)
-"""One that ended before its journal was looked at has begun too."""
 log = logging.getLogger(__name__)
 
 BATCH_S: Final = 0.05
@@ -106,6 +105,8 @@ class Detached:
                 await self._idle.wait()
         except TimeoutError:
             log.info("the journals of %d call(s) are left as they are", len(self._running))
+            for run in list(self._running.values()):  # what has all of its answer here was not stopped
+                self._calls.fail(run.call, GatewayStopped(STOPPED))
 
     async def close(self) -> None:
         """Journals end here; what goes on is taken up again. After ``Calls.stop``."""
@@ -239,8 +240,8 @@ class Detached:
         """``frames``: what its journal has of the answer."""
         call.journaled = True
         run = self._running[call.id] = _Run(call, asked, journaled, fence, self._clock())
-        if not (_resumable(call.version) or call.version.manifest.retries):
-            call.before_open = functools.partial(self._began, run)
+        if asked.key or _says_first(call.version):
+            call.before_open = functools.partial(self._before_open, run)
         self._idle.clear()
         self._tasks.start(self._live(run, frames), f"journal of {call.id}")
 
@@ -248,9 +249,13 @@ class Detached:
         call = run.call
         try:
             try:
-                await self._hold(run)
+                try:
+                    await self._hold(run)
+                finally:
+                    run.held.set()
                 await self._write_again(run, frames)
                 await self._follow(run)
+                call.settle()
                 if not isinstance(call.error, Draining):  # else its next life goes on with it
                     await self._end(run, call.state, call.error)
             except JournalExpired as error:  # nobody has it, and it may be that somebody still reads it
@@ -266,17 +271,28 @@ class Detached:
             if not self._running:
                 self._idle.set()
             self._calls.leave(call)
+            call.held.clear()  # parts of a value that is not whole; and who was to be told of its place knows of it
+            call.before_open = None
 
     async def _hold(self, run: _Run) -> None:
         """Its key is its own for as long as its order stands, from now. One that is another call's by now ends it."""
-        asked, keep = run.asked, _order_s(run.call.version)
+        asked, keep, call = run.asked, _order_s(run.call.version), run.call
         if not asked.key:
             return
+        hold = functools.partial(self._journal.hold, asked.key, asked.claim_begun, keep)
         try:
-            await self._insist(asked.call, run.until, lambda: self._journal.hold(asked.key, asked.claim_begun, keep))
+            await self._insist(asked.call, run.until, hold, lambda: call.over)
         except Conflict as error:
             run.asked = msgspec.structs.replace(asked, key="")
-            self._calls.fail(run.call, error)
+            self._calls.fail(call, error)
+
+    async def _before_open(self, run: _Run) -> None:
+        """Its key may have lapsed while its order was written, or until this gateway took it up: no instance hears of
+        it before it is known to be nobody else's. Raises as ``_began``."""
+        if run.asked.key:
+            await run.held.wait()  # for as long as its journal lives, and a try of its own
+        if _says_first(run.call.version) and not run.call.over:
+            await self._began(run)
 
     async def _write_again(self, run: _Run, frames: Sequence[Frame]) -> None:
         """What an earlier life has written of its answer would be gone before this one has had its time, and the
@@ -326,7 +342,7 @@ class Detached:
     async def _write(self, run: _Run) -> None:
         """What has come: whole values, so that nobody begins to read half a one that another instance says anew."""
         call = run.call
-        if call.state in _BEGUN and run.epoch != call.epoch:
+        if call.state is CallState.RUNNING and run.epoch != call.epoch:
             await self._began(run)
         cost = call.buffered
         call.held += call.take()
@@ -402,7 +418,7 @@ class Detached:
 
     def _judge(self, run: _Run) -> None:
         """A call that nobody reads does not go on for ever."""
-        if not run.asked.durable and not self._deaf and self._clock() - run.read > self._window:
+        if not (run.call.over or run.asked.durable or self._deaf) and self._clock() - run.read > self._window:
             self._calls.fail(run.call, Cancelled(f"nobody has read it for {self._window:g} s"))
 
     async def end(
@@ -448,6 +464,8 @@ class _Run:
         """When nobody knows of the call any more, whatever becomes of it."""
         self.epoch = 0
         self.read = now
+        self.held = asyncio.Event()
+        """Set when its key is known to be its own, or the call is over."""
         self.writing = asyncio.Lock()
         """Held while its order is rewritten, or an entry written by another task than its journal's, which knows of the
         order before."""
@@ -460,6 +478,11 @@ def _order_s(version: Version) -> float:
 
 def _resumable(version: Version) -> bool:
     return version.manifest.engine and version.manifest.resumable
+
+
+def _says_first(version: Version) -> bool:
+    """Whether a call of it can neither go on elsewhere nor begin again."""
+    return not (_resumable(version) or version.manifest.retries)
 
 
 def stream_of(order: CallOrder) -> str:

@@ -58,7 +58,7 @@ class Ending:
     # --- for its caller ---------------------------------------------------------------------------
     def fail(self, call: Call, error: SllmError) -> None:
         """End the call with ``error`` for its caller, and cancel it on its node."""
-        if call.over:
+        if call.settled:
             return
         if call.binding is None:
             self._dispatcher.withdraw(call)
@@ -93,8 +93,11 @@ class Ending:
         self.forget_if_over(call)
 
     def cut(self, call: Call, error: SllmError) -> None:
-        """All of the answer is here, and its caller does not take it: it is not waited for any longer."""
-        if call.writing is not None and not isinstance(call.error, SlowConsumer | DeadlineExceeded):
+        """All of the answer is here, and its caller, or its journal, does not take it: it is not waited for any
+        longer."""
+        if not call.settled:
+            self.fail(call, error)
+        elif call.writing is not None and not isinstance(call.error, SlowConsumer | DeadlineExceeded):
             call.error = error
             call.frames.clear()
             call.free_reader()
@@ -120,8 +123,7 @@ class Ending:
             return
         self._moves.drop(call, "it has ended")
         if error is None and not call.over:
-            call.end = end
-            call.go(CallState.SUCCEEDED)
+            call.answered(end)
             call.wake()
         elif error is not None and not self._again(call, error, stopped=stopped):
             call.end = end

@@ -13,6 +13,8 @@ from sllm_runtime.protocol.errors import ContextLengthExceeded, SllmError
 from sllm_runtime.protocol.http import CALL_ID, SHOULD_RETRY, error_view
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+KEY: Final = "Idempotency-Key"
+"""The header, as errors name it in their ``field``."""
 SHOWN: Final = 100
 """Characters of a caller's own text that an error repeats."""
 
@@ -40,8 +42,8 @@ def openai_view(error: SllmError) -> dict[str, Any]:
 
 
 def status(error: SllmError, *, openai: bool) -> int:
-    """The HTTP status: as in the table, but OpenAI's routes answer 400 to every invalid parameter."""
-    if openai and (error.status == 422 or isinstance(error, ContextLengthExceeded)):
+    """The HTTP status: as in the table, but OpenAI's routes answer 400 to every invalid parameter; a key is none."""
+    if openai and error.field != KEY and (error.status == 422 or isinstance(error, ContextLengthExceeded)):
         return 400
     return error.status
 

@@ -18,17 +18,22 @@ from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
-from sllm_runtime.platform.consumers import SILENCE_S, consumer, forget
+from sllm_runtime.platform.consumers import SILENCE_S, ask, consumer, forget
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.limits import KIB, MIB
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.2
 QUEUED_BYTES = 8 * MIB
-"""Of messages that their reader has not taken yet. What comes beyond is left, and read when it has come so far."""
+"""Of messages that their reader has not taken yet. More is asked for when it has come so far."""
 MESSAGE_BYTES = 1024
 """What a message takes beside its data."""
+_AROUND = 8 * KIB
+"""More than its subjects take, which JetStream counts as well."""
+_STORED = "$JS.ACK."
+"""What the reply subject of every message of a stream begins with."""
+_HEARTBEAT = "100"
 
 
 class Message(NamedTuple):
@@ -119,8 +124,6 @@ async def messages(
                         yield Message(place.number, None, whole=whole)
                     elif not read.number and idle is not None:
                         await idle()
-        except _Missing as reason:
-            log.debug("%s is read anew: %s", subject, reason)
         except Unavailable as error:
             if first and clock() > deadline:
                 raise
@@ -140,20 +143,23 @@ async def _extent(bus: Bus, stream: str) -> tuple[int, int]:
 async def _consume(
     bus: Bus, stream: str, subject: str | Sequence[str], since: float | None, after: int
 ) -> AsyncGenerator[_Read, None]:
-    """What one consumer says."""
+    """What one consumer says. Raises ``Unavailable`` when it can no longer be trusted."""
     inbox = bus.new_inbox()
-    subscription, asked = None, _config(inbox, subject, since, after)
-    come = _Come(lambda: forget(bus, stream, asked))
+    subscription, asked = None, _config(subject, since, after)
+    # The largest message goes into it, and no more is ever on its way to one reader: NATS cuts off who lets much wait.
+    nbytes = min(bus.max_payload + _AROUND, QUEUED_BYTES // 2)
+    most = nbytes // MESSAGE_BYTES
+    come = _Come(nbytes + most * MESSAGE_BYTES, lambda: ask(bus, stream, asked, inbox, most, nbytes))
     off = bus.on_reconnect(come.end)
     try:
         subscription = await bus.subscribe_raw(inbox, come.put)
         made = await bus.jetstream.add_consumer(stream, asked)
-        if not made.num_pending and not (made.delivered and made.delivered.consumer_seq):
+        if not made.num_pending:
             yield _Read()
         delivered = 0
         while True:
             message = await come.next()
-            if not message.reply.startswith("$JS.ACK."):
+            if not message.reply.startswith(_STORED):
                 last = (message.headers or {}).get("Nats-Last-Consumer")
                 if last is not None and int(last) != delivered:
                     raise _Missing("a message was lost")
@@ -164,7 +170,7 @@ async def _consume(
             if place.sequence.consumer != delivered:
                 raise _Missing(f"gap before {place.sequence.consumer}")
             yield _Read(place.sequence.stream, message.data, message.subject, place.timestamp, place.num_pending)
-    except nats.errors.Error as error:
+    except (nats.errors.Error, _Missing) as error:
         raise Unavailable(f"{subject} cannot be read: {error or type(error).__name__}") from error
     finally:
         off()
@@ -174,39 +180,62 @@ async def _consume(
 
 
 class _Come:
-    """What a consumer has sent and its reader has not taken yet. ``forget`` the consumer of a reader that lags: else
-    all that is left would be sent, to be thrown away."""
+    """What a consumer has sent and its reader has not taken yet. It is asked for more, which is at most ``share`` bytes
+    of QUEUED_BYTES, as soon as it has sent all that it was asked for and there is room."""
 
-    def __init__(self, forget: Callable[[], None]) -> None:
+    def __init__(self, share: int, ask: Callable[[], Awaitable[None]]) -> None:
+        self._share, self._ask = share, ask
         self._waiting: deque[Msg] = deque()
-        self._forget = forget
         self._bytes = 0
-        self._ended = False
+        self._asked, self._sent = False, False
+        """Whether it may send something, and whether any of that has come."""
+        self._ended = ""
         self._news = asyncio.Event()
 
     async def put(self, message: Msg) -> None:
-        """It is left, and all behind it, where that would be more than QUEUED_BYTES."""
+        """It came; beyond QUEUED_BYTES it is left, and all behind it: the server was asked for less."""
         if self._ended:
             return
-        nbytes = _nbytes(message)
-        if self._bytes + nbytes > QUEUED_BYTES:
-            self._forget()
-            self.end()
+        if message.reply.startswith(_STORED):
+            self._sent = True
+        elif (status := (message.headers or {}).get("Status")) != _HEARTBEAT:
+            await self._answered(f"{status} {(message.headers or {}).get('Description', '')}")
             return
-        self._bytes += nbytes
+        if self._bytes + _nbytes(message) > QUEUED_BYTES:
+            self.end("more came than was asked for")
+            return
+        self._bytes += _nbytes(message)
         self._waiting.append(message)
         self._news.set()
 
-    def end(self) -> None:
+    async def _answered(self, status: str) -> None:
+        """It sends no more of what it was asked for. Where it has sent nothing it is gone, or never will."""
+        self._asked = False
+        if self._sent:
+            await self._more()
+        else:
+            self.end(status)
+
+    async def _more(self) -> None:
+        if self._asked or self._ended or self._bytes + self._share > QUEUED_BYTES:
+            return
+        self._asked, self._sent = True, False
+        try:
+            await self._ask()
+        except Unavailable as error:
+            self.end(error.message)
+
+    def end(self, why: str = "NATS was gone") -> None:
         """No more comes that counts."""
-        self._ended = True
+        self._ended = self._ended or why
         self._news.set()
 
     async def next(self) -> Msg:
         """Raises ``_Missing``."""
+        await self._more()
         while not self._waiting:
             if self._ended:
-                raise _Missing("NATS was gone, or more came than was read")
+                raise _Missing(self._ended)
             self._news.clear()
             try:
                 async with asyncio.timeout(SILENCE_S):
@@ -222,8 +251,8 @@ def _nbytes(message: Msg) -> int:
     return len(message.data) + MESSAGE_BYTES
 
 
-def _config(inbox: str, subject: str | Sequence[str], since: float | None, after: int) -> ConsumerConfig:
-    config = consumer(inbox, subject, DeliverPolicy.ALL)
+def _config(subject: str | Sequence[str], since: float | None, after: int) -> ConsumerConfig:
+    config = consumer(None, subject, DeliverPolicy.ALL)
     if after:
         return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1)
     if since is not None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Final, cast
 
+from sllm_gateway.errors import KEY
 from sllm_gateway.follow import messages
 from sllm_gateway.room import FOR_ANSWERS, FOR_ENDS, Room
 from sllm_gateway.stored import Changed, Last, Stored
@@ -175,7 +176,7 @@ class Journal:
     # --- keys -------------------------------------------------------------------------------------
     async def claim(self, key: str, mine: KeyClaim) -> KeyClaim:
         """Whose key it is: ``mine``, or of the call that has it already. Raises ``InvalidArgument`` where that one was
-        asked for something else, ``StoreFull`` where there is no room for more keys."""
+        asked for something else, ``StoreFull`` where there is no room for more keys: see ``claimed`` before."""
         await self._room.require(KEYS_STREAM, 0, FOR_ENDS)
         subject, last = key_claim(key), 0
         for _ in range(3):
@@ -185,14 +186,13 @@ class Journal:
             except Changed:
                 there = await self._stored.last(KEYS_STREAM, subject)
             last = there[0] if there is not None else 0
-            if there is None or (found := _claim_of(there[1])).refused:  # its time ended just now, or it is nobody's
-                continue
-            if found.body != mine.body:
-                raise InvalidArgument(
-                    "this Idempotency-Key was used for another request; use a new key", field="Idempotency-Key"
-                )
-            return found
+            if (found := _stands(there, mine)) is not None:
+                return found
         raise Unavailable("the Idempotency-Key cannot be claimed now; call again")
+
+    async def claimed(self, key: str, mine: KeyClaim) -> KeyClaim | None:
+        """Whose key it is, if a call has it. Raises ``InvalidArgument`` as ``claim``."""
+        return _stands(await self._stored.last(KEYS_STREAM, key_claim(key)), mine)
 
     async def hold(self, key: str, claim: KeyClaim, keep_s: float) -> None:
         """The key stands for ``claim`` for so long from now, also where it lapsed and nobody else has claimed it.
@@ -234,9 +234,10 @@ class Journal:
         return await self._last(stream, call, Ended, Kept)
 
     async def outline(self, call: str) -> Journaled:
-        """What was asked, what instance had it last and how it has ended, if it has. Raises as ``find``."""
+        """What was asked, what instance had it last, and how it has ended, if it has, and whether its answer is kept.
+        Raises as ``find``."""
         stream, order = await self.find(call)
-        found = await self._last(stream, call, Began, Ended)
+        found = await self._last(stream, call, Began, Ended, Kept)
         found.take(order)
         return found
 
@@ -311,6 +312,16 @@ def order_of(data: bytes) -> CallOrder:
 
 def _claim_of(data: bytes) -> KeyClaim:
     return codec.served(codec.unpack(KeyClaim, data), "the claim of an Idempotency-Key")
+
+
+def _stands(there: tuple[int, bytes] | None, mine: KeyClaim) -> KeyClaim | None:
+    """Whose key it is by what is written of it; None: its time has ended, or it is nobody's. Raises ``InvalidArgument``
+    where that call was asked for something else than ``mine``."""
+    if there is None or (found := _claim_of(there[1])).refused:
+        return None
+    if found.body != mine.body:
+        raise InvalidArgument("this Idempotency-Key was used for another request; use a new key", field=KEY)
+    return found
 
 
 def _is_of(data: bytes, call: str) -> bool:

@@ -17,6 +17,7 @@ from sllm_gateway import views
 from sllm_gateway.asgi import PIECE, Headers, Scope, Send, answer, exactness, header
 from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
+from sllm_gateway.errors import KEY
 from sllm_gateway.events import EventWriter
 from sllm_gateway.journal import CLAIMED_S, Journal, digest, expired
 from sllm_gateway.outputs import Stream
@@ -67,7 +68,7 @@ def wish_of(scope: Scope) -> Wish | None:
     durable = b"respond-async" in (word.partition(b";")[0].strip() for word in prefers.split(b","))
     key = header(scope, b"idempotency-key")
     if key is not None and not _KEY.fullmatch(key):
-        raise InvalidRequest("an Idempotency-Key has 1 to 255 printable ASCII characters", field="Idempotency-Key")
+        raise InvalidRequest("an Idempotency-Key has 1 to 255 printable ASCII characters", field=KEY)
     if key is None and not durable:
         return None
     return Wish(durable, digest(scope["path"].encode(), key).hex() if key is not None else "")
@@ -99,13 +100,30 @@ class Keeping:
         own = KeyClaim(call=asked.call, body=digest(order.body))
         if wish.key:
             asked = msgspec.structs.replace(asked, key=wish.key, key_body=own.body)
-        found = await self._begun(order, asked, own, scope)
+        await self.answer(await self._begun(order, asked, own, scope), scope, send, wish, stream=order.stream)
+
+    async def again(self, scope: Scope, body: bytes, wish: Wish) -> CallOrder | None:
+        """The call that has the key, if one has: whatever its function is by now, it was one of this request. Raises as
+        ``_begun``, and ``InvalidArgument`` where it had another body."""
+        if not wish.key:
+            return None
+        own, deadline = KeyClaim(call=scope["sllm.call"], body=digest(body)), self._clock() + _WRITTEN_S
+        while (claim := await self._journal.claimed(wish.key, own)) is not None:
+            scope["sllm.call"] = claim.call
+            if (found := await self._found(claim, deadline)) is not None:
+                return found
+            await asyncio.sleep(_AGAIN_S)
+        scope["sllm.call"] = own.call  # that one was refused
+        return None
+
+    async def answer(self, order: CallOrder, scope: Scope, send: Send, wish: Wish, *, stream: bool) -> None:
+        """202, or its answer."""
         if wish.durable:
-            await self._accepted(found, send)
-        elif order.stream:
-            await self.events(found, scope, send, last=-1, at_once=False)
+            await self._accepted(order, send)
+        elif stream:
+            await self.events(order, scope, send, last=-1, at_once=False)
         else:
-            await self.whole(found, scope, send)
+            await self.whole(order, scope, send)
 
     async def _submit(self, order: Order, asked: CallOrder) -> None:
         try:
@@ -128,16 +146,20 @@ class Keeping:
             if claim.call == own.call and not begun:
                 await self._submit(order, asked)
                 begun, deadline = True, self._clock() + _WRITTEN_S
-            try:
-                return (await self._journal.find(claim.call))[1]
-            except CallNotFound as error:
-                if claim.begun:
-                    raise expired(claim.call) from error
-                if self._clock() > deadline:
-                    raise Unavailable(
-                        "the first request with this Idempotency-Key was not begun; call again"
-                    ) from error
+            if (found := await self._found(claim, deadline)) is not None:
+                return found
             await asyncio.sleep(_AGAIN_S)
+
+    async def _found(self, claim: KeyClaim, deadline: float) -> CallOrder | None:
+        """What its call was asked for; None: that is not written, until ``deadline``. Raises as ``_begun``."""
+        try:
+            return (await self._journal.find(claim.call))[1]
+        except CallNotFound as error:
+            if claim.begun:
+                raise expired(claim.call) from error
+            if self._clock() > deadline:
+                raise Unavailable("the first request with this Idempotency-Key was not begun; call again") from error
+        return None
 
     async def _accepted(self, order: CallOrder, send: Send) -> None:
         """Raises ``InvalidArgument`` for one that was begun otherwise: a 202 would promise what is not kept."""
@@ -146,7 +168,7 @@ class Keeping:
             raise InvalidArgument(
                 f"{call} was begun with this Idempotency-Key and without `Prefer: respond-async`: it ends when nobody"
                 " reads it. Read it by the same request without `Prefer`, or use a new key",
-                field="Idempotency-Key",
+                field=KEY,
             )
         journaled, _ = await self._journal.now(stream_of(order), call)
         headers: Headers = [
@@ -234,16 +256,18 @@ class Keeping:
         found = Whole(self._max_output)
         async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
             async for entry in entries:
-                if entry is None:
+                if entry is not None:
+                    found.take(entry)
+                if entry is None or found.too_large:  # nothing of that is shown
                     break
-                found.take(entry)
-        journaled = found.journaled
+        journaled = await self._journal.outline(order.call) if found.too_large else found.journaled
         if journaled.order is None:
             raise expired(order.call)
         view = views.call(journaled, await self._recent.anywhere(order.call) if journaled.ended is None else None)
         result = b"null"
-        if journaled.state is CallState.SUCCEEDED and journaled.kept and journaled.whole:
+        if journaled.state is CallState.SUCCEEDED and journaled.kept and (found.too_large or journaled.whole):
             try:
+                found.require_small(order.call)
                 result = found.body(order, streams=self._streams(order))
             except OutputTooLarge as error:
                 view = view.model_copy(update={"error": views.error(error.body())})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -38,13 +38,10 @@ ASK_S: Final = 1.0
 class Recent:
     """``start`` before use: other gateways ask this one."""
 
-    def __init__(
-        self, bus: Bus, gateway: str, calls: Calls, clock: Callable[[], float], wall: Callable[[], float]
-    ) -> None:
+    def __init__(self, bus: Bus, gateway: str, calls: Calls) -> None:
         self._bus, self.gateway, self._calls = bus, gateway, calls
         self._ended: dict[str, Call] = {}
         self._subscriptions: list[Subscription] = []
-        self._zero = wall() - clock()  # once: what a call is sorted by stays
 
     async def start(self) -> None:
         """Listen. Raises ``Unavailable``."""
@@ -110,7 +107,7 @@ class Recent:
             error=call.error.message if call.error is not None else "",
             waits=progress_words(waits) if waits is not None else "",
             progress=waits,
-            created=self._zero + call.order.accepted,
+            created=call.order.created,
             gateway=self.gateway,
             tokens=usage.completion if usage is not None else call.resumption.count if call.resumption else 0,
         )
@@ -120,7 +117,7 @@ class Recent:
         """Those of this gateway, the newest first."""
         found = []
         for call in self._calls.open():
-            place = place_of(self._zero + call.order.accepted, call.id)
+            place = place_of(call.order.created, call.id)  # as of a kept call, and one that was taken up
             if asked.function in ("", call.version.function) and asked.state in ("", shown(call.state).value):
                 found.append((place, call))
         found = [each for each in found if not asked.after or each[0] < asked.after]

@@ -73,13 +73,14 @@ class Whole:
         new = self.journaled.take(entry)
         self._nbytes += sum(len(frame.data) for frame in new)
         self._count += len(new)
-        if self._too_large:
+        if self.too_large:
             self._frames.clear()
         else:
             self._frames += new
 
     @property
-    def _too_large(self) -> str:
+    def too_large(self) -> str:
+        """What is wrong with it, if it is: that stays so whatever else comes."""
         return too_large(self._nbytes, self._count, self._most)
 
     def body(self, order: CallOrder, *, streams: bool) -> bytes:
@@ -90,7 +91,7 @@ class Whole:
 
     def require_small(self, call: str) -> None:
         """Raises ``OutputTooLarge``."""
-        if why := self._too_large:
+        if why := self.too_large:
             raise OutputTooLarge(f"the answer of {call} {why}; read it by GET /v1/calls/{call}/events")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Literal
 
-from sllm_gateway.asgi import Scope, header
+from sllm_gateway.asgi import Receive, Scope, header, read_body
 from sllm_gateway.call import Call, Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.keeping import Keeping
@@ -66,6 +66,10 @@ class Caller:
         call = f"{PREFIX}{self._lives.me.life[:TAG]}{self._random(9).hex()}"
         scope["sllm.call"] = call
         return call
+
+    async def body(self, scope: Scope, receive: Receive) -> bytes:
+        """The request's. Raises as ``read_body``."""
+        return await read_body(scope, receive, self.settings.max_body, self.settings.body_timeout)
 
     def order(
         self,

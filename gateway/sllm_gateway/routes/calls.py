@@ -105,7 +105,7 @@ class CallRoutes:
     # --- routes -----------------------------------------------------------------------------------
     async def list(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = Request(scope, receive).query_params
-        function, state, after = query.get("function"), query.get("state"), query.get("after", "")
+        function, state, after = query.get("function") or None, query.get("state"), query.get("after", "")
         limit = query.get("limit", "100")
         if not (limit.isascii() and limit.isdigit() and len(limit) < 19) or not 1 <= int(limit) <= MOST:
             raise InvalidRequest(f"limit must be between 1 and {MOST}", field="limit")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from sllm_gateway.asgi import Receive, Scope, Send, read_body
+from sllm_gateway.arguments import given
+from sllm_gateway.asgi import Receive, Scope, Send
 from sllm_gateway.errors import quoted
 from sllm_gateway.keeping import wish_of
 from sllm_gateway.outputs import FunctionBody, FunctionStream
@@ -26,13 +27,18 @@ class FunctionRoute:
         caller = self._caller
         accepted = caller.clock()
         call_id = await caller.new_id(scope)
+        wish, stream = wish_of(scope), wants_events(scope)
+        body = None
+        if wish is not None and wish.key:
+            body = given(await caller.body(scope, receive))
+            if (found := await caller.keeping.again(scope, body, wish)) is not None:
+                await caller.keeping.answer(found, scope, send, wish, stream=stream)
+                return
         version = await self._find(scope["path_params"])
         with caller.metrics.refusing(version.function):
-            body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
-            body = await version.arguments.check(body)
-        stream = wants_events(scope)
+            body = await version.arguments.check(await caller.body(scope, receive) if body is None else body)
         order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
-        if (wish := wish_of(scope)) is not None:
+        if wish is not None:
             await caller.keeping.begin(scope, send, order, caller.asked(order, wish.durable), wish)
             return
         call = caller.admit(order, lambda durable: caller.asked(order, durable))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from sllm_gateway.arguments import IN_THREAD_BYTES
-from sllm_gateway.asgi import Receive, Scope, Send, answer, read_body
+from sllm_gateway.asgi import Receive, Scope, Send, answer
 from sllm_gateway.errors import quoted
 from sllm_gateway.keeping import wish_of
 from sllm_gateway.lookup import Lookup
@@ -63,13 +63,18 @@ class _CallRoute:
         caller = self._caller
         accepted = caller.clock()
         call_id = await caller.new_id(scope)
-        body = await read_body(scope, receive, caller.settings.max_body, caller.settings.body_timeout)
+        wish = wish_of(scope)
+        body = await caller.body(scope, receive)
+        found = await caller.keeping.again(scope, body, wish) if wish is not None else None
         request = await self._read(body)
+        stream = bool(request.stream)
+        if wish is not None and found is not None:
+            await caller.keeping.answer(found, scope, send, wish, stream=stream)
+            return
         version = await find_model(caller.lookup, request.model)
         if ignored := warnings(request):
             log.info("%s", scope["path"], extra={"call": call_id, "warnings": ignored})
         kind, prefix = ("chat", "chatcmpl") if self.chat else ("completion", "cmpl")
-        stream = bool(request.stream)
         order = caller.order(
             scope,
             version,
@@ -85,7 +90,7 @@ class _CallRoute:
             of_all = caller.asked(order, durable, header)
             return msgspec.structs.replace(of_all, usage=request.usage_wanted, choices=request.choices)
 
-        if (wish := wish_of(scope)) is not None:
+        if wish is not None:
             await caller.keeping.begin(scope, send, order, asked(wish.durable), wish)
             return
         call = caller.admit(order, asked)

@@ -223,6 +223,14 @@ class Bus:
         """
         return await self._questions.ask(subject, request, reply_type, timeout_s)
 
+    async def ask_raw(self, subject: str, question: bytes, inbox: str) -> None:
+        """Ask JetStream itself, which answers to ``inbox``: see ``subscribe_raw``. Raises ``Unavailable``."""
+        try:
+            if not self._client.publish_now(subject, question, inbox):
+                await self._client.publish(subject, question, inbox)
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
+
     async def served(self, subject: str, message: Any, *, timeout_s: float) -> bool:
         """Whether anybody listens to ``subject``, by the server's word; whoever listens gets ``message``. True where it
         is not known: see ``Questions.served``."""

@@ -12,19 +12,21 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol.errors import SllmError
-from sllm_runtime.protocol.subjects import forget_consumer
+from sllm_runtime.protocol.subjects import forget_consumer, next_messages
 
 HEARTBEAT_S: Final = 1.0
 SILENCE_S: Final = 4.0
 """A consumer that has sent neither a message nor a heartbeat for so long is not trusted any more."""
 _GONE_AFTER_S: Final = 30.0
 """The server forgets it by itself after this long: its reader was killed."""
+_ASKED_S: Final = 3600.0
+"""So long what was asked for may come: heartbeats are only to be had with an end."""
 _NOTHING: Final = msgspec.Raw(b"")
 
 
-def consumer(inbox: str, subject: str | Sequence[str], policy: DeliverPolicy) -> ConsumerConfig:
-    """What sends everything under ``subject`` (or several) to ``inbox``, unacknowledged. Its name is chosen here, so
-    that whoever is interrupted while it is made can have it forgotten."""
+def consumer(inbox: str | None, subject: str | Sequence[str], policy: DeliverPolicy) -> ConsumerConfig:
+    """What sends everything under ``subject`` (or several) to ``inbox``, unacknowledged; without one, what ``ask`` has
+    it send. Its name is chosen here, so that whoever is interrupted while it is made can have it forgotten."""
     return ConsumerConfig(
         name=secrets.token_hex(8),
         deliver_subject=inbox,
@@ -33,11 +35,23 @@ def consumer(inbox: str, subject: str | Sequence[str], policy: DeliverPolicy) ->
         deliver_policy=policy,
         ack_policy=AckPolicy.NONE,
         max_deliver=1,
-        idle_heartbeat=HEARTBEAT_S,
+        idle_heartbeat=HEARTBEAT_S if inbox is not None else None,
         inactive_threshold=_GONE_AFTER_S,
         mem_storage=True,
         num_replicas=1,
     )
+
+
+async def ask(bus: Bus, stream: str, made: ConsumerConfig, inbox: str, most: int, nbytes: int) -> None:
+    """Have it send what is there, or comes, to ``inbox``: at most so many messages, of so many bytes in all. A status
+    other than a heartbeat's says that no more comes. Raises ``Unavailable``."""
+    asked = {
+        "batch": most,
+        "max_bytes": nbytes,
+        "expires": int(_ASKED_S * 1e9),
+        "idle_heartbeat": int(HEARTBEAT_S * 1e9),
+    }
+    await bus.ask_raw(next_messages(stream, made.name or ""), msgspec.json.encode(asked), inbox)
 
 
 def forget(bus: Bus, stream: str, made: ConsumerConfig) -> None:

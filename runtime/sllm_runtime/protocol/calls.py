@@ -149,8 +149,8 @@ class ExplainCall(msgspec.Struct, frozen=True, kw_only=True):
 class CallTold(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway knows of a call. ``started``: the instance whose start it waited for; ``instance``: where it runs,
     or ran last. ``timeline`` as in a stream's comment. ``waits``: what for, in words, while it does, and ``progress``
-    for who reads its stream elsewhere. ``created``: Unix seconds by the clock of ``gateway``. ``tokens``: that came so
-    far, where ids are kept or it has ended."""
+    for who reads its stream elsewhere. ``created``: as ``CallOrder`` has it. ``tokens``: that came so far, where ids
+    are kept or it has ended."""
 
     call: str
     function: str

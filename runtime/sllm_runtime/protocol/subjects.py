@@ -282,6 +282,14 @@ def forget_consumer(stream: str, consumer: str) -> str:
     return f"$JS.API.CONSUMER.DELETE.{token(stream)}.{token(consumer)}"
 
 
+def next_messages(stream: str, consumer: str) -> str:
+    """→ JetStream: the reader of this consumer takes more. It answers with the messages themselves."""
+    return f"{_NEXT}.{token(stream)}.{token(consumer)}"
+
+
+_NEXT: Final = "$JS.API.CONSUMER.MSG.NEXT"
+
+
 class Rights(msgspec.Struct, frozen=True):
     """What one identity may publish to and subscribe to (nats-server ``permissions``)."""
 
@@ -358,6 +366,7 @@ def gateway_rights(identity: str) -> Rights:
             "$JS.API.CONSUMER.CREATE.>",
             "$JS.API.CONSUMER.DELETE.>",
             "$JS.API.CONSUMER.INFO.>",
+            f"{_NEXT}.>",
             "$JS.API.DIRECT.GET.>",
             f"$JS.API.STREAM.MSG.GET.OBJ_{BUNDLES}",
             *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _GATEWAYS_OWN),

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import json
-from contextlib import aclosing, suppress
+import time
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -16,16 +17,17 @@ from sllm.sse import Parser
 from sllm_gateway import follow, views
 from sllm_gateway.follow import messages
 from sllm_gateway.written import line_of
-from sllm_runtime.platform import owned
+from sllm_runtime.platform import nats_settings, owned
 from sllm_runtime.platform.bus import Handler, Subscription
 from sllm_runtime.platform.connection import ELECTION_S
-from sllm_runtime.platform.consumers import HEARTBEAT_S, forget
+from sllm_runtime.platform.consumers import HEARTBEAT_S, ask
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.events import Event, LogRecord
 from sllm_runtime.protocol.http import API, LogView
-from tests.fixtures.nats import CONTROLLER, NODE, Nats, stored
+from sllm_runtime.protocol.limits import KIB, MIB
+from tests.fixtures.nats import CONTROLLER, GATEWAY, NODE, Nats, stored
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import World, world
 from tests.unit.gateway.test_api import events
@@ -179,30 +181,82 @@ def _happens(w: World, function: str, at: float) -> None:
     w.node.bus.publish_now(subjects.event("node", NODE, event.kind, function), event)
 
 
+@pytest.mark.parametrize("most", [1, 4])
 async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_the_same(
-    nats: Nats, monkeypatch: pytest.MonkeyPatch
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(follow, "QUEUED_BYTES", 8 * follow.MESSAGE_BYTES)
-    monkeypatch.setattr(follow, "AGAIN_S", 0.01)
+    """``most``: messages that one asking may bring. Of one consumer, and each when there is room for as many."""
+    monkeypatch.setattr(follow, "QUEUED_BYTES", 2 * most * follow.MESSAGE_BYTES)
+    made, waiting, begun = list[float](), list[int](), asyncio.Event()
     async with world(nats) as w:
         for at in range(50):
             _happens(w, "f", float(at))
         await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 50)
-        given_up, found = list[str](), list[float]()
+        put = follow._Come.put
 
-        def noted(bus: Any, stream: str, made: Any) -> None:
-            given_up.append(made.name)
-            forget(bus, stream, made)
+        async def noted(come: follow._Come, message: Msg) -> None:
+            await put(come, message)
+            waiting.append(come._bytes)
+            begun.set()
 
-        monkeypatch.setattr("sllm_gateway.follow.forget", noted)
-        wanted = subjects.events_of("instance.ready", "f")
+        async def asked(*args: Any) -> None:
+            made.append(args[2].name)
+            await ask(*args)
+
+        monkeypatch.setattr(follow._Come, "put", noted)
+        monkeypatch.setattr("sllm_gateway.follow.ask", asked)
+        wanted, found = subjects.events_of("instance.ready", "f"), list[float]()
         async with aclosing(messages(w.controller.bus, subjects.EVENTS_STREAM, wanted, None)) as reading:
             async for message in reading:
                 if message.data is None:
                     break
                 found.append(codec.unpack(Event, message.data).at)
-                await until(lambda: given_up, what="what is sent is more than it takes")
-        assert found == [float(at) for at in range(50)]
+                await w.controller.bus.flush()
+    assert found == [float(at) for at in range(50)]
+    assert 0 < max(waiting) <= follow.QUEUED_BYTES
+    assert (len(set(made)), len(made) >= 50 // most) == (1, True)
+
+
+async def test_a_reader_that_lagged_until_its_consumer_was_forgotten_reads_on(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "QUEUED_BYTES", 4 * follow.MESSAGE_BYTES)
+    monkeypatch.setattr(follow, "SILENCE_S", 10 * GIVE_UP_S)  # that it is gone is said at once
+    async with world(nats) as w:
+        bus, found = w.controller.bus, list[float]()
+        for at in range(20):
+            _happens(w, "f", float(at))
+        await stored(bus, subjects.EVENTS_STREAM, OF_NODE, 20)
+        wanted = subjects.events_of("instance.ready", "f")
+        async with aclosing(messages(bus, subjects.EVENTS_STREAM, wanted, None)) as reading:
+            async for message in reading:
+                if message.data is None:
+                    break
+                found.append(codec.unpack(Event, message.data).at)
+                if len(found) in (1, 10):
+                    for info in await bus.jetstream.consumers_info(subjects.EVENTS_STREAM):
+                        if info.config.deliver_subject is None:
+                            await bus.jetstream.delete_consumer(subjects.EVENTS_STREAM, info.name)
+        assert found == [float(at) for at in range(20)]
+
+
+async def test_a_consumer_that_is_made_and_sends_nothing_is_said(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the servers have the rights of a release that did not ask."""
+    monkeypatch.setattr(follow, "AGAIN_S", 0.0)
+    monkeypatch.setattr(follow, "SILENCE_S", 0.01)
+
+    async def lost(*_args: Any) -> None:
+        pass
+
+    monkeypatch.setattr("sllm_gateway.follow.ask", lost)
+    async with world(nats) as w:
+        _happens(w, "f", 1.0)
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 1)
+        ticks = itertools.count(step=ELECTION_S / 2)
+        reading = messages(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, None, lambda: next(ticks))
+        with pytest.raises(Unavailable, match="no heartbeat"):
+            await anext(reading)
+        await reading.aclose()
 
 
 @pytest.mark.parametrize("missed", ["one of two", "the last one", "the consumer", "the connection"])
@@ -254,26 +308,121 @@ async def test_what_a_reader_has_missed_is_read_all_the_same(
     assert (bus._reconnected._callbacks, set(bus._subscriptions)) == before
 
 
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ``nats``: that server cuts off whoever lets so much wait. (It counts an asking that has just been written
+    until it looks again, so up to two of them.)"""
+    monkeypatch.setitem(nats_settings.LIMITS, "max_pending", 4 * MIB)
+
+
+async def test_a_long_history_is_sent_as_it_is_taken(narrow: None, nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of a gateway that has other things to do holds, and what waits in it is bounded."""
+    monkeypatch.setattr(follow, "QUEUED_BYTES", 3 * MIB)
+    bus, node = await nats.streams(), await nats.bus(NODE)
+    subject, part = subjects.logs(NODE, "f"), "x" * (256 * KIB)
+    for number in range(96):
+        node.publish_now(subject, f"{number} {part}")
+        await node.flush()
+    await stored(bus, subjects.LOGS_STREAM, subject, 96)
+    gateway, cut, waiting = await nats.bus(GATEWAY), list[int](), list[int]()
+    gateway.on_disconnect(lambda: cut.append(1))
+    put = follow._Come.put
+
+    async def noted(come: follow._Come, message: Msg) -> None:
+        await put(come, message)
+        waiting.append(come._bytes)
+
+    monkeypatch.setattr(follow._Come, "put", noted)
+    found = list[int]()
+    async with aclosing(messages(gateway, subjects.LOGS_STREAM, subject, None)) as reading:
+        async for message in reading:
+            if message.data is None:
+                break
+            found.append(int(codec.unpack(str, message.data).partition(" ")[0]))
+            assert cut == []
+            if len(found) in (1, 40):
+                _works(0.5)
+                await asyncio.sleep(0.5)
+    assert found == list(range(96))
+    assert 0 < max(waiting) <= 3 * MIB
+
+
+def _works(seconds: float) -> None:
+    """As a process does that has no turn for its connection."""
+    time.sleep(seconds)
+
+
 class Sent(NamedTuple):
     """A message as a consumer's reader sees it."""
 
-    data: bytes
+    data: bytes = b""
+    reply: str = ""
+    headers: dict[str, str] | None = None
+
+
+OVER = Sent(headers={"Status": "409", "Description": "Batch Completed"})
+NOBODY = Sent(headers={"Status": "503"})
+
+
+def _come(share: int = 2 * follow.MESSAGE_BYTES) -> tuple[follow._Come, list[int]]:
+    asked = list[int]()
+
+    async def ask() -> None:
+        asked.append(1)
+
+    return follow._Come(share, ask), asked
+
+
+async def _sent(come: follow._Come, *sent: Sent) -> None:
+    """None of them waits for the reader."""
+    for each in sent:
+        await asyncio.wait_for(come.put(cast(Msg, each)), GIVE_UP_S)
 
 
 async def test_small_messages_that_are_not_taken_are_bounded_too_and_an_end_waits_for_nobody() -> None:
-    given_up = list[int]()
-    come = follow._Come(lambda: given_up.append(1))
+    """Whatever the server sends."""
+    come, _ = _come()
     most = follow.QUEUED_BYTES // follow.MESSAGE_BYTES
-    for number in range(2 * most):
-        await asyncio.wait_for(come.put(cast(Msg, Sent(b"%d" % number))), GIVE_UP_S)
+    await _sent(come, *(Sent(b"%d" % number, "$JS.ACK.x") for number in range(2 * most)))
     come.end()
-    assert given_up == [1]
     found = list[bytes]()
-    with suppress(follow._Missing):
-        while True:
-            found.append((await come.next()).data)
+    while come._waiting:
+        found.append((await come.next()).data)
+    with pytest.raises(follow._Missing, match="more came"):
+        await come.next()
     assert found == [b"%d" % number for number in range(len(found))], "what had come by then is read"
     assert most // 2 < len(found) <= most
+
+
+async def test_more_is_asked_for_once_all_has_come_and_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "QUEUED_BYTES", 5 * follow.MESSAGE_BYTES)
+    come, asked = _come()
+    small = Sent(b"", "$JS.ACK.x")
+    await _sent(come, small)
+    await come.next()
+    assert len(asked) == 1
+    await _sent(come, small, OVER)
+    assert len(asked) == 2
+    await _sent(come, small, small)
+    await come.next()
+    assert len(asked) == 2, "the end of that asking has not come"
+    await _sent(come, small, small, OVER)
+    assert len(asked) == 2, "four wait"
+    await come.next()
+    assert len(asked) == 2
+    await come.next()
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("status", [OVER, NOBODY])
+async def test_who_answers_an_asking_with_no_message_is_not_asked_again(status: Sent) -> None:
+    come, asked = _come()
+    await _sent(come, Sent(b"", "$JS.ACK.x"))
+    await come.next()
+    await _sent(come, status)
+    with pytest.raises(follow._Missing, match=status.headers["Status"] if status.headers else ""):
+        await come.next()
+    assert len(asked) == 1
 
 
 async def test_the_last_lines_of_a_function_are_found_from_the_streams_end(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import httpx
@@ -182,6 +183,39 @@ async def test_a_full_stream_takes_no_new_call_and_the_ends_of_those_that_run(na
         else:
             assert (await reaches(w.http, call, "FAILED"))["error"]["code"] == "deadline_exceeded"
         assert await held(w.controller.bus, CALLS_STREAM) < 7.5 * MIB, "an eighth, but for envelopes, is for ends"
+
+
+@pytest.mark.parametrize("how", ["cancelled", "its time is over", "its gateway stops"])
+async def test_a_call_has_not_succeeded_before_all_of_its_answer_is_stored(nats: Nats, how: str) -> None:
+    """Its instance has said all of it, and has ended."""
+    gone: list[str] = []
+
+    async def says(run: Run) -> None:
+        run.out("x" * 12 * MIB)
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(manifest("says", timeout=3 if how == "its time is over" else 300), entry(), script=says)
+        await limit(w.controller.bus, CALLS_STREAM, 8 * MIB)
+        call = (await w.http.post("/fn/says", json={}, headers=ASYNC)).json()["id"]
+        await until(lambda: (found := w.gateway.calls.get(call)) is not None and found.over, what="all of it has come")
+        w.gateway._news.tell = lambda kind, *_, **__: gone.append(kind)  # type: ignore[method-assign]
+        assert (await state_of(w.http, call))["state"] == "RUNNING"
+        listed = (await w.http.get("/v1/calls", params={"state": "RUNNING"})).json()["calls"]
+        assert [each["id"] for each in listed] == [call]
+        if how == "cancelled":
+            for _ in range(2):
+                answer = await w.http.post(f"/v1/calls/{call}/cancel")
+                assert (answer.status_code, answer.json()["state"]) == (202, "CANCELLED")
+                await reaches(w.http, call, "CANCELLED")
+        elif how == "its time is over":
+            assert (await reaches(w.http, call, "FAILED"))["error"]["code"] == "deadline_exceeded"
+        if how != "its gateway stops":
+            await until(lambda: w.gateway.calls.get(call) is None, what="nothing of it is left here")
+    if how == "its gateway stops":
+        assert "call.cancelled" not in gone
+        async with world(nats) as w:
+            assert (await reaches(w.http, call, "FAILED"))["error"]["code"] == "instance_lost"
 
 
 # --- a journal that lets go of a call -------------------------------------------------------------
@@ -390,5 +424,64 @@ async def test_a_call_that_is_taken_up_ends_where_its_key_is_another_calls(nats:
         await kept.write(CALLS_STREAM, "call-1", known, 60)
         w.gateway._taking_up.look(["call-1"])
         assert (await reaches(w.http, "call-1", "FAILED"))["error"]["code"] == "conflict"
-        await until(lambda: all(run.cancelled.is_set() for run in gate.runs), what="nothing of it runs")
+        assert not gate.runs, "no instance has heard of it"
         assert await kept.claim("k", KeyClaim(call="call-3", body=b"")) == KeyClaim(call="call-2", body=b"")
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_key_that_lapsed_before_its_order_was_stored_runs_nothing(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, retries: int
+) -> None:
+    """It is another call's by then."""
+    begin, waits, may_go_on = Journal.begin, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Journal, stream: str, mine: CallOrder, keep_s: float) -> int:
+        if not waits.is_set():
+            waits.set()
+            await may_go_on.wait()
+        return await begin(self, stream, mine, keep_s)
+
+    monkeypatch.setattr(Journal, "begin", late)
+    ran: list[str] = []
+
+    async def work(run: Run) -> None:
+        ran.append(run.head.call)
+        run.out(1)
+        run.end()
+
+    async with world(nats, {"work": work}) as w, second(nats, {"work": work}) as other:
+        await w.deploy(manifest("work", streams=False, retries=retries), entry(), script=work)
+        first = asyncio.create_task(w.http.post("/fn/work", json={}, headers=key("k")))
+        await waits.wait()
+        await drop(w.controller.bus, KEYS_STREAM, subjects.KEY_CLAIMS)
+        assert (await other.post("/fn/work", json={}, headers=key("k"))).text == "1"
+        may_go_on.set()
+        answer = await first
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+        assert len(ran) == 1
+        assert (await w.http.post("/fn/work", json={}, headers=key("k"))).text == "1"
+        assert len(ran) == 1
+
+
+async def test_a_key_that_stands_is_answered_while_there_is_no_room_for_another(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+
+        async def ask(name: str, n: int = 2) -> tuple[int, Any]:
+            answer = await w.http.post("/fn/count", json={"n": n}, headers=key(name))
+            return answer.status_code, answer.json()
+
+        async def full() -> bool:
+            answered, told = await ask("new")
+            return answered == 503 and told["error"]["code"] == "store_full"
+
+        assert await ask("stands") == (200, [0, 1])
+        await limit(w.controller.bus, KEYS_STREAM, 32 * KIB)
+        kept = journal_of(await nats.bus(GATEWAY_2))
+        with contextlib.suppress(StoreFull):
+            for number in range(100):
+                await kept.claim(f"other-{number}", KeyClaim(call="c" * 2000, body=b""))
+        await until(full, what="the stream is seen to be full")
+        assert await ask("stands") == (200, [0, 1])
+        answered, told = await ask("stands", 3)
+        assert (answered, told["error"]["code"]) == (422, "invalid_argument")

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +16,7 @@ from nats.js.api import RawStreamMsg
 
 from sllm_gateway import keeping
 from sllm_gateway.asgi import PIECE
+from sllm_gateway.call import Gathered
 from sllm_gateway.calls import Calls
 from sllm_gateway.detached import Detached, whole
 from sllm_gateway.journal import CLAIMED_S, Journal
@@ -22,14 +26,14 @@ from sllm_gateway.resumption import VALUES
 from sllm_gateway.stored import Stored
 from sllm_gateway.timers import TICK_S
 from sllm_runtime.protocol import codec, limits, subjects
-from sllm_runtime.protocol.calls import Began, CallOrder, Entry, Kept, KeyClaim, Reading, entry_name
+from sllm_runtime.protocol.calls import Batch, Began, CallOrder, Entry, Kept, KeyClaim, Reading, entry_name
 from sllm_runtime.protocol.errors import CallMoved, InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Usage
 from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
 from sllm_runtime.protocol.lives import LIVES_AGE_S
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
 from tests.unit.gateway.test_succession import asked
 
@@ -215,6 +219,7 @@ async def test_what_was_begun_and_is_known_no_more_is_not_to_be_called_again(nat
         again = await w.http.post("/fn/count", **ask)
         assert (again.status_code, again.json()["error"]["code"]) == (410, "journal_expired")
         assert call in again.json()["error"]["message"]
+        assert again.headers["sllm-call-id"] == call
         assert len(w.node.runs) == 1
 
 
@@ -250,6 +255,114 @@ async def test_an_answer_is_replayed_as_the_version_gave_it_that_ran(nats: Nats)
         assert (await w.http.post("/fn/count", **ask)).json() == [0]
         assert (await w.http.post("/fn/count", json={"n": 1}, headers=key("another"))).json() == 0
         assert len(w.node.runs) == 2
+
+
+OTHER = {"type": "object", "properties": {"m": {}}, "required": ["m"], "additionalProperties": False}
+"""Arguments of a function that takes none of ``count`` and ``Gate``."""
+
+
+async def replaced(w: World, name: str) -> None:
+    """A version with other arguments is the active one now."""
+    await w.deploy(manifest(name), entry(), active=False)
+    await w.deploy(manifest(name, input_schema=OTHER), entry("i2", version=2), version=2)
+
+
+async def deleted(w: World, name: str) -> None:
+    await w.controller.unroute(name)
+    await until(lambda: w.gateway.table.get(name, 1) is None, what="it is gone")
+
+
+@pytest.mark.parametrize(("gone", "code"), [(replaced, "invalid_argument"), (deleted, "function_not_found")])
+async def test_an_answer_is_replayed_whatever_its_function_is_by_now(nats: Nats, gone: Any, code: str) -> None:
+    """Its arguments were right when it was called. A new call's are checked, and another request is told of its key."""
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        ask: dict[str, Any] = {"json": {"n": 2}, "headers": key("k")}
+        first = await w.http.post("/fn/count", **ask)
+        assert first.json() == [0, 1]
+        await gone(w, "count")
+        again = await w.http.post("/fn/count", **ask)
+        assert (again.status_code, again.json()) == (200, [0, 1])
+        assert again.headers["sllm-call-id"] == first.headers["sllm-call-id"]
+        assert (await w.http.post("/fn/count", json={"n": 2}, headers=key("k") | SSE)).text.endswith(written(0, 1))
+        for wrong in (b'{"m": 2}', b"{"):
+            refused = await w.http.post("/fn/count", content=wrong, headers=key("k"))
+            assert (refused.status_code, refused.json()["error"]["field"]) == (422, "Idempotency-Key")
+        for new in (key("another"), {}):
+            refused = await w.http.post("/fn/count", json={"n": 2}, headers=new)
+            assert refused.json()["error"]["code"] == code
+        assert len(w.node.runs) == 1
+
+
+async def test_a_call_that_runs_is_joined_whatever_its_function_is_by_now(nats: Nats) -> None:
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        both = key("k") | ASYNC
+        accepted = await w.http.post("/fn/gate", json={}, headers=both)
+        await reaches(w.http, accepted.json()["id"], "RUNNING")
+        await replaced(w, "gate")
+        again = await w.http.post("/fn/gate", json={}, headers=both)
+        assert (again.status_code, again.json()) == (202, {"id": accepted.json()["id"], "state": "RUNNING"})
+        joined = asyncio.create_task(w.http.post("/fn/gate", json={}, headers=key("k")))
+        gate.opened.set()
+        assert (await joined).json() == [0, 1]
+        assert len(gate.runs) == 1
+
+
+async def test_no_arguments_are_the_same_ones_however_they_are_written(nats: Nats) -> None:
+    async with world(nats) as w:
+        gate = Gate()
+        gate.opened.set()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        for body in (b"", b" \n", b"{}"):
+            answer = await w.http.post("/fn/gate", content=body, headers=key("k"))
+            assert (answer.status_code, answer.json()) == (200, [0, 1])
+        assert len(gate.runs) == 1
+
+
+async def test_a_call_that_is_being_written_is_waited_for_whatever_its_function_is_by_now(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetStream takes its time. One that was refused then leaves its key, to what the function is now."""
+    claimed, go_on, submit = asyncio.Event(), asyncio.Event(), Detached.submit
+
+    async def late(self: Detached, *asked: Any) -> None:
+        claimed.set()
+        await go_on.wait()
+        if refuse:
+            raise Unavailable("not now")
+        await submit(self, *asked)
+
+    monkeypatch.setattr(Detached, "submit", late)
+    async with world(nats) as w:
+        for refuse, name in enumerate(("written", "refused")):
+            claimed.clear()
+            go_on.clear()
+            await w.deploy(manifest(name), entry(), script=count)
+            ask: dict[str, Any] = {"json": {"n": 2}, "headers": key("k")}
+            first = asyncio.create_task(w.http.post(f"/fn/{name}", **ask))
+            await claimed.wait()
+            await replaced(w, name)
+            joined = asyncio.create_task(w.http.post(f"/fn/{name}", **ask))
+            await asyncio.wait({joined}, timeout=0.3)
+            go_on.set()
+            answers = [await first, await joined]
+            assert [answer.status_code for answer in answers] == ([503, 422] if refuse else [200, 200])
+            ids = {answer.headers["sllm-call-id"] for answer in answers}
+            assert len(ids) == (2 if refuse else 1), "what is refused is named by its own id"
+        assert len(w.node.runs) == 1
+
+
+async def test_a_replay_needs_the_token_of_a_call(nats: Nats, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    token = {"authorization": "Bearer secret"}
+    async with world(nats, token_file=tmp_path / "token") as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        for headers, status in ((token, 200), ({}, 401), ({"authorization": "Bearer another"}, 401), (token, 200)):
+            answer = await w.http.post("/fn/count", json={"n": 2}, headers=key("k") | headers)
+            assert (answer.status_code, "[0,1]" in answer.text) == (status, status == 200)
+        assert len(w.node.runs) == 1
 
 
 async def test_many_with_one_key_at_once(nats: Nats) -> None:
@@ -399,6 +512,46 @@ async def test_a_kept_call_that_waits_again_is_shown_and_found_as_one_that_waits
         assert (await other.post(f"/v1/calls/{call}/cancel")).json() == {"id": call, "state": "CANCELLED"}
 
 
+async def test_calls_that_were_taken_up_are_listed_as_of_when_they_were_made(nats: Nats) -> None:
+    """Page by page each of them once, also where a state is asked for: its gateway is asked for those before a page."""
+    gate = Gate()
+
+    async def says_nothing(run: Run) -> None:
+        await run.cancelled.wait()
+        run.end()
+
+    async def paged(w: World, **wanted: Any) -> list[str]:
+        found, after = list[str](), ""
+        while True:
+            answer = (await w.http.get("/v1/calls", params={"limit": 2, "after": after, **wanted})).json()
+            found += [each["id"] for each in answer["calls"]]
+            if not (after := answer["next"]):
+                return found
+
+    async with world(nats) as w:
+        await w.deploy(manifest("gate", retries=1), entry(), script=says_nothing)
+        calls = [(await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"] for _ in range(3)]
+    async with world(nats, {"gate": gate}) as next_life:
+        for call in calls:
+            await reaches(next_life.http, call, "RUNNING")
+        await until(lambda: len(gate.runs) == 3, what="they run")
+        assert await paged(next_life, state="RUNNING") == await paged(next_life) == calls[::-1]
+
+
+async def test_no_function_is_any(nats: Nats) -> None:
+    async with world(nats) as w:
+        gate = Gate()
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        await w.deploy(manifest("count"), entry(), script=count)
+        ended = (await w.http.post("/fn/count", json={"n": 1}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, ended, "SUCCEEDED")
+        runs = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, runs, "RUNNING")
+        for wanted in ({"function": ""}, {}):
+            listed = (await w.http.get("/v1/calls", params=wanted)).json()["calls"]
+            assert [(each["id"], each["kept"]) for each in listed] == [(runs, True), (ended, True)]
+
+
 async def test_cancelling_what_has_ended_says_how_it_ended(nats: Nats) -> None:
     async with world(nats) as w:
         await w.deploy(manifest("count"), entry(), script=count)
@@ -433,7 +586,7 @@ async def test_one_that_has_ended_and_is_still_open_is_not_cancelled(
         answer = await w.http.post("/fn/count", json={"n": 1}, headers=headers)
         call = answer.headers["sllm-call-id"]
         (found,) = w.gateway.calls._open.values()
-        await until(lambda: found.over, what="it has ended")
+        await until(lambda: found.settled, what="it has ended")
         for gateway in (w.http, other):
             answer = await gateway.post(f"/v1/calls/{call}/cancel")
             assert (answer.status_code, answer.json()["state"]) == (202, "SUCCEEDED")
@@ -562,7 +715,7 @@ def test_time_without_nats_is_none_in_which_nobody_reads() -> None:
     none, now, failed = cast(Any, None), 0.0, list[str]()
     calls = cast(Any, SimpleNamespace(fail=lambda call, error: failed.append(error.code)))
     journals = Detached(calls, none, none, none, none, 60.0, lambda: now, none)
-    run = cast(Any, SimpleNamespace(asked=asked("call-1"), call=None, read=0.0))
+    run = cast(Any, SimpleNamespace(asked=asked("call-1"), call=SimpleNamespace(over=False), read=0.0))
     journals._running["call-1"] = run
     for change, later in ((journals.deaf, 1000.0), (journals.hears, 59.0)):
         change()
@@ -779,6 +932,18 @@ def test_no_half_of_a_value_is_written(said: list[tuple[FrameKind, bool]]) -> No
     assert not after or frames[end].kind in VALUES, "nor ids before a half one"
 
 
+@given(st.lists(st.tuples(st.sampled_from((FrameKind.OUTPUT, FrameKind.IDS)), st.booleans(), st.integers(0, 3))))
+def test_of_a_value_in_parts_what_waits_for_the_rest_is_counted(said: list[tuple[FrameKind, bool, int]]) -> None:
+    frames = [Frame(n, kind, b"x" * size, more and kind in VALUES) for n, (kind, more, size) in enumerate(said)]
+    gathered = Gathered()
+    for end, frame in enumerate(frames, 1):
+        gathered.take(frame)
+        waits = frames[whole(frames[:end]) : end]
+        assert gathered.more == bool(waits)
+        if waits:
+            assert (gathered.nbytes, gathered.frames) == (sum(len(each.data) for each in waits), len(waits))
+
+
 async def test_what_has_come_of_a_value_in_parts_is_not_missed_where_its_instance_dies(nats: Nats) -> None:
     """Its journal has taken them, and written none: another instance says all of it."""
     value = "x" * (2 * MAX_PART)
@@ -942,6 +1107,101 @@ async def test_a_whole_answer_is_bounded_as_without_a_key_and_its_stream_is_not(
         assert json.loads(stream.text.partition("data: ")[2].partition("\n")[0]) == value
         found = await reaches(w.http, stream.headers["sllm-call-id"], "SUCCEEDED")
         assert (found["result"], found["error"]["code"]) == (None, "output_too_large")
+
+
+async def test_a_value_of_a_kept_call_is_bounded_as_a_whole_answer_is(nats: Nats) -> None:
+    """It waits here until all of it has come: whatever its size, it is not more than this gateway has room for."""
+
+    async def says(run: Run) -> None:
+        run.out("first")
+        value = json.dumps("x" * (run.arguments["n"] - 2)).encode()
+        for start in range(0, len(value), MAX_PART):
+            more = start + MAX_PART < len(value)
+            run.outbox.push(FrameKind.OUTPUT, value[start : start + MAX_PART], more=more)
+            w.node.flush(run)
+            await run.room()
+            if run.cancelled.is_set():
+                break
+        run.end()
+
+    most = 4 * limits.WINDOW
+    async with world(nats, max_output=most) as w:
+        await w.deploy(manifest("says"), entry(), script=says)
+        for headers in (ASYNC, key("k") | SSE):
+            answer = await w.http.post("/fn/says", json={"n": most}, headers=headers)
+            text = await events_of(w.http, answer.headers["sllm-call-id"])
+            assert (text.count("id: "), len(text) > most, "[DONE]" in text) == (2, True, True)
+        for n in (most + 1, most + 4 * limits.WINDOW):
+            call = (await w.http.post("/fn/says", json={"n": n}, headers=ASYNC)).json()["id"]
+            failed = await reaches(w.http, call, "FAILED")
+            assert failed["error"]["code"] == "output_too_large"
+            assert f"a value of the answer is larger than {most} bytes" in failed["error"]["message"]
+            text = await events_of(w.http, call)
+            assert text.startswith('id: 0\ndata: "first"\n\nevent: error\n'), text[:200]
+        run = w.node.runs[call, 1]
+        await until(run.cancelled.is_set, what="its instance has heard it")
+        assert run.outbox.pushed_bytes < most + 3 * limits.WINDOW
+
+
+async def test_of_a_value_that_another_instance_says_anew_what_the_first_one_said_does_not_count(nats: Nats) -> None:
+    most = 4 * MAX_PART
+    async with world(nats, max_output=most) as w:
+
+        async def says(run: Run) -> None:
+            value = json.dumps("x" * (most - 2)).encode()
+            parts = [value[start : start + MAX_PART] for start in range(0, most, MAX_PART)]
+            for number, part in enumerate(parts[: 3 if len(w.node.runs) == 1 else None], 1):
+                run.outbox.push(FrameKind.OUTPUT, part, more=number < len(parts))
+                w.node.flush(run)
+            if len(w.node.runs) == 1:
+                await until(lambda: run.outbox.acked == 3, what="they have come")
+                run.end(InstanceLost("its worker died; call again"))
+            else:
+                run.end()
+
+        await w.deploy(engine("says"), entry(fingerprint="f"), script=says)
+        call = (await w.http.post("/fn/says", json={}, headers=ASYNC)).json()["id"]
+        assert (await reaches(w.http, call, "SUCCEEDED"))["result"] == ["x" * (most - 2)]
+        assert len(w.node.runs) == 2
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_of_an_answer_that_is_too_large_its_status_reads_no_more_than_shows_it(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    said, batches = asyncio.Event(), list[int]()
+
+    async def says(run: Run) -> None:
+        for _ in range(24):
+            run.out("x" * (MAX_PART - 2))
+            await run.room()
+        said.set()
+        if not ends:
+            await run.cancelled.wait()
+        run.end(usage=Usage(prompt=1, completion=2))
+
+    entries = Journal.entries
+
+    async def noted(journal: Journal, stream: str, call: str) -> AsyncGenerator[Entry | None, None]:
+        async with aclosing(entries(journal, stream, call)) as found:
+            async for each in found:
+                batches.append(isinstance(each, Batch))
+                yield each
+
+    async with world(nats, max_output=MAX_PART) as w:
+        await w.deploy(manifest("says"), entry(exact=False), script=says)
+        call = (await w.http.post("/fn/says", json={}, headers=ASYNC)).json()["id"]
+        await asyncio.wait_for(said.wait(), GIVE_UP_S)
+        before = await reaches(w.http, call, "SUCCEEDED" if ends else "RUNNING")
+        monkeypatch.setattr(Journal, "entries", noted)
+        answer = await w.http.get(f"/v1/calls/{call}")
+        found = answer.json()
+        assert found == before
+        assert answer.headers["sllm-exact"] == "false"
+        assert 1 <= sum(batches) <= 2
+        assert (found["started"] is None, found["finished"] is None, found["result"]) == (False, not ends, None)
+        if ends:
+            assert (found["error"]["code"], found["usage"]["completion"]) == ("output_too_large", 2)
 
 
 async def test_a_long_history_comes_in_pieces_and_not_where_it_is_no_longer_kept(nats: Nats) -> None:

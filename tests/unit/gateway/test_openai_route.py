@@ -267,6 +267,40 @@ async def test_a_wrong_parameter_is_400_and_named(nats: Nats, body: dict[str, An
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
 
 
+async def test_a_key_is_one_execution_whatever_the_model_is_by_now(nats: Nats) -> None:
+    """Another body with it is 422 here too: what a header says is no parameter."""
+    key = {"idempotency-key": "k"}
+    ask: dict[str, Any] = {"json": {"model": "coder", "messages": MESSAGES}, "headers": key}
+    other: list[dict[str, Any]] = [
+        {"json": {"model": "coder", "messages": MESSAGES, "n": 2}},
+        {"json": {"model": "coder", "messages": []}},
+        {"content": b"{"},
+    ]
+    async with world(nats) as w:
+        await model(w)
+        first = await w.http.post("/v1/chat/completions", **ask)
+        assert first.status_code == 200
+
+        async def replayed() -> None:
+            again = await w.http.post("/v1/chat/completions", **ask)
+            assert (again.status_code, again.json()) == (200, first.json())
+            for body in other:
+                refused = await w.http.post("/v1/chat/completions", **body, headers=key)
+                error = refused.json()["error"]
+                assert (refused.status_code, error["type"]) == (422, "invalid_request_error")
+                assert (error["param"], error["code"]) == ("Idempotency-Key", "invalid_argument")
+
+        await replayed()
+        late = await w.http.post("/v1/chat/completions", **ask | {"headers": key | {"prefer": "respond-async"}})
+        assert (late.status_code, late.json()["error"]["param"]) == (422, "Idempotency-Key")
+        await w.controller.unroute("coder")
+        await until(lambda: w.gateway.table.get("coder", 1) is None)
+        await replayed()
+        gone = await w.http.post("/v1/chat/completions", **ask | {"headers": {"idempotency-key": "another"}})
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+        assert len(w.node.runs) == 1
+
+
 async def test_the_clients_exceptions(nats: Nats) -> None:
     async def refuse(run: Run) -> None:
         match run.arguments["user"]:
