@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
-from sllm import bundle
+from sllm import bundle, transport
 from sllm.answers import Observe, ignore
 from sllm.bundle import Bundle
 from sllm.client import Client
@@ -55,7 +55,8 @@ def deploy_stored(built: Bundle, client: Client, observe: Observe = ignore, requ
 def withdraw(client: Client, request: str) -> WithdrawnView:
     """Undo a deployment that goes on, also one that has not reached the platform yet. Asked for once: who calls it back
     waits for that, for no controller."""
-    return WithdrawnView.model_validate(client.request("DELETE", f"{API}/deployments/{request}", within_s=WITHDRAW_S))
+    path = f"{API}/deployments/{transport.segment(request, 'deployment')}"
+    return WithdrawnView.model_validate(client.request("DELETE", path, within_s=WITHDRAW_S))
 
 
 def upload(built: Bundle, client: Client, observe: Observe = ignore) -> bool:

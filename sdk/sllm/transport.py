@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 from pydantic_core import PydanticSerializationError, to_json
@@ -27,6 +27,8 @@ WHOLE_S: Final = 86_400.0 + 60.0
 """An answer in one piece is silent until it is there: as long as the longest ``timeout`` of a manifest."""
 NOT_HEARD: Final = (httpx.ConnectError, httpx.ConnectTimeout)
 """Nobody has seen a request that ended so: it may be sent anywhere again, whatever it does."""
+LONGEST: Final = 255
+"""What names anything on a platform has no more characters."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -76,7 +78,7 @@ def whole(timeout: float | None) -> httpx.Timeout:
 def function_path(name: str, version: int | None) -> str:
     """Where it is called. Raises ``InvalidArgument`` for what is no function's name."""
     checked = _checked(name)
-    return f"/fn/{checked}" if version is None else f"/fn/{checked}/v{version}"
+    return f"/fn/{checked}" if version is None else f"/fn/{checked}/{segment(f'v{version}', 'version')}"
 
 
 def about(name: str) -> str:
@@ -84,8 +86,25 @@ def about(name: str) -> str:
     return f"{API}/functions/{_checked(name)}"
 
 
+def segment(word: str, kind: str) -> str:
+    """``word``, which is to name a ``kind``, as one segment of a path. Raises as ``named``."""
+    return quote(named(word, kind), safe="")
+
+
+def named(word: str, kind: str) -> str:
+    """``word``, where it can name a ``kind``. Raises ``InvalidArgument``. Nothing else goes into a path: ``../x`` and
+    ``x/events`` would ask for something else."""
+    if not (0 < len(word) <= LONGEST and word.isprintable()) or word in (".", "..") or "/" in word:
+        raise InvalidArgument(
+            f"{word!a:.100} names no {kind}: what does is printable text without '/', neither '.' nor '..', "
+            f"at most {LONGEST} characters",
+            field=kind,
+        )
+    return word
+
+
 def _checked(name: str) -> str:
-    """Nothing else goes into a path: ``../x`` would ask for something else."""
+    """A function's: narrower than ``named``."""
     if not NAME.fullmatch(name):
         raise InvalidArgument(
             f"{name!a:.100} is no function's name: lower-case letters, digits and '-', beginning with a letter, "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
+from sllm import transport
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
@@ -38,8 +38,8 @@ def list_(
 ) -> None:
     """Calls that run or wait at any gateway, and those that are kept (asked for with `Prefer: respond-async` or an
     Idempotency-Key), the newest first."""
-    wanted = {"function": function, "state": state, "limit": str(limit), "after": after}
-    params = {key: value for key, value in wanted.items() if value}
+    wanted = ("function", "function", function), ("state", "state", state), ("after", "place in a list", after)
+    params = {"limit": str(limit)} | {key: transport.named(word, what) for key, what, word in wanted if word}
     with client(context) as connection:
         found = CallListView.model_validate(connection.request("GET", CALLS, params=params))
     if json:
@@ -56,14 +56,15 @@ def list_(
 @app.command()
 def status(context: typer.Context, call: Id, json: Json = False) -> None:
     """How a call stands that runs, waits or is kept, and what a kept one answered."""
+    path = _path(call)
     with client(context) as connection:
-        found = CallView.model_validate(connection.request("GET", f"{CALLS}/{quote(call, safe='')}"))
+        found = CallView.model_validate(connection.request("GET", path))
     if json:
         output.value(found.model_dump(mode="json"))
         return
     show.calls([found])
     if found.waits:
-        output.text(f"it waits: {found.waits}")
+        output.text(output.one_line(f"it waits: {found.waits}"))
     if found.error is not None:
         output.text(f"{found.error.code}: {found.error.message}")
     if found.result is not None:
@@ -73,8 +74,9 @@ def status(context: typer.Context, call: Id, json: Json = False) -> None:
 @app.command()
 def cancel(context: typer.Context, call: Id, json: Json = False) -> None:
     """End a call, kept or not. Repeatable."""
+    path = f"{_path(call)}/cancel"
     with client(context) as connection, naming(f"{call} may be cancelled: `sllm call status {call}` says so"):
-        found = CancelledView.model_validate(connection.request("POST", f"{CALLS}/{quote(call, safe='')}/cancel"))
+        found = CancelledView.model_validate(connection.request("POST", path))
     if json:
         output.value(found.model_dump(mode="json"))
     elif found.state == CallState.CANCELLED:
@@ -83,3 +85,7 @@ def cancel(context: typer.Context, call: Id, json: Json = False) -> None:
         output.text(f"{call} had ended before: {found.state}")
     else:
         output.text(f"{call} is cancelled as soon as a gateway goes on with it; now none has it")
+
+
+def _path(call: str) -> str:
+    return f"{CALLS}/{transport.segment(call, 'call')}"

@@ -33,6 +33,6 @@ def doctor(context: typer.Context, json: Json = False) -> None:
 
 def _show(finding: Finding) -> None:
     sign = output.coloured(f"{_SIGN[finding.level]:<8}", _COLOUR[finding.level])
-    output.text(f"{sign} {finding.check:<14} {finding.what}")
+    output.raw(f"{sign} {finding.check:<14} {output.printable(finding.what)}")
     if finding.remedy:
         output.text(f"{'':<23} -> {finding.remedy}")

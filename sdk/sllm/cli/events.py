@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sllm import answers
+from sllm import answers, transport
 from sllm.answers import Trace
 from sllm.cli import output
 from sllm.cli.context import Json, client
@@ -27,26 +27,39 @@ def events(
 ) -> None:
     """Show what happened to nodes, functions, instances and calls."""
     query = {"limit": str(limit), "follow": "true" if follow else "false"}
-    query |= {key: value for key, value in (("function", function), ("call", call), ("kind", kind)) if value}
+    about = {key: value for key, value in (("function", function), ("call", call), ("kind", kind)) if value}
+    query |= {key: transport.named(value, "kind of events" if key == "kind" else key) for key, value in about.items()}
     query |= {"since": str(time.time() - since)} if since is not None else {}
+    came = False
     with client(context) as connection:
         for event in connection.follow(f"{API}/events", query):
             if event.comment is not None or event.done:
                 continue
             if event.event == "error":
                 answers.value_of(event, Trace())
-            found = json_.loads(event.data)
+            found, came = json_.loads(event.data), True
             if json:
                 output.value(found)
             else:
                 output.text(line(found))
+    if limit and not (came or follow or json):
+        output.note(_nothing(about, since))
+
+
+def _nothing(about: dict[str, str], since: float | None) -> str:
+    """That no event came, of what was asked for."""
+    asked = [f"{key} {value}" for key, value in about.items()]
+    asked += [f"the last {since:g} s"] if since is not None else []
+    of = f"of {' and '.join(asked)}" if asked else ""
+    succeeded = "; a call that finds an instance and succeeds leaves none" if "call" in about else ""
+    return " ".join(filter(None, ("no event", of, "is kept"))) + succeeded
 
 
 def line(found: dict[str, Any]) -> str:
-    """One event for people."""
+    """One event for people, whatever lines its texts have."""
     version = f" v{found['version']}" if found.get("version") is not None else ""
     about = " ".join(str(found[key]) for key in ("function", "instance", "node", "call") if found.get(key))
     fields = " ".join(f"{key}={value}" for key, value in found.get("fields", {}).items())
     clock = output.clock(found.get("at", 0))
     parts = (clock, f"{found.get('kind', '?'):<20}", about + version, found.get("message", ""), fields)
-    return "  ".join(part for part in parts if part)
+    return output.one_line("  ".join(part for part in parts if part))

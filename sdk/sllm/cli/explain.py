@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
+from sllm import transport
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm_runtime.protocol.http import API, ExplainView
@@ -20,8 +20,9 @@ def explain(
 ) -> None:
     """Say where it would start and why, what each node would cost, and what its starts took. Of a call: where its
     instance was started and why, what each node would have cost then, and what it took in the end."""
+    path = f"{API}/explain/{transport.segment(what, 'function or call')}"
     with client(context) as connection:
-        found = ExplainView.model_validate(connection.request("GET", f"{API}/explain/{quote(what, safe='')}"))
+        found = ExplainView.model_validate(connection.request("GET", path))
     if json:
         output.value(found.model_dump(mode="json"))
         return
@@ -29,7 +30,7 @@ def explain(
         state = f"is {found.state}" if found.state else "is no longer known to any gateway, nor how it ended; it was"
         output.text(f"call {found.call} {state}" + (f" on {found.instance}" if found.instance else ""))
         if found.error or found.waits:
-            output.text(found.error or f"it waits: {found.waits}")
+            output.text(found.error or output.one_line(f"it waits: {found.waits}"))
         if found.timeline:  # else it is known by what was told of it alone
             show.timeline(parse_comment(found.timeline), output.text)
     output.text(f"{found.function} v{found.version}: {_decided(found)}")
@@ -39,7 +40,7 @@ def explain(
             f"expected to take {_seconds(move.seconds)}, took {_seconds(move.took)}"
         )
     if found.pending:
-        output.text(f"one is wanted and waits: {found.pending}")
+        output.text(output.one_line(f"one is wanted and waits: {found.pending}"))
     rows = [
         (
             each.node + (" *" if each.node == found.node else ""),

@@ -117,6 +117,6 @@ def _stream(
 def show_value(value: Any, as_json: bool, end: str = "\n") -> None:
     """A value for people (text as it is) or programs."""
     if isinstance(value, str) and not as_json:
-        output.text(value, end=end)
+        output.raw(value, end=end)
     else:
         output.value(value)

@@ -26,7 +26,8 @@ def logs(
     json: Json = False,
 ) -> None:
     """A function's log."""
-    query = {"limit": str(limit), "follow": "true" if follow else "false"} | ({"call": call} if call else {})
+    query = {"limit": str(limit), "follow": "true" if follow else "false"}
+    query |= {"call": transport.named(call, "call")} if call else {}
     if since is not None:
         query["since"] = str(time.time() - since)
     with client(context) as connection:
@@ -41,7 +42,7 @@ def logs(
             if json:
                 output.value(view.model_dump(mode="json"))
             else:
-                output.text(line(view))
+                output.raw(line(view))
 
 
 def _tell_if_absent(connection: Client, name: str) -> None:

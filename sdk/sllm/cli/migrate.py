@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
+from sllm import transport
 from sllm.cli import output
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
@@ -22,11 +22,12 @@ def migrate(
     json: Json = False,
 ) -> None:
     """Move the running calls of an instance to another node, and end it. Their callers notice nothing."""
-    path = f"{API}/instances/{quote(instance, safe='')}/migrate"
+    path = f"{API}/instances/{transport.segment(instance, 'instance')}/migrate"
+    body = {"to": transport.named(to, "node") if to else ""}
     going_on = f"it goes on moving: `sllm migrate {instance}` again says how that ends"
     with client(context) as connection, naming(going_on), output.progress("moving", quiet=json):
         while True:
-            found = MigrationView.model_validate(connection.request("POST", path, json={"to": to}))
+            found = MigrationView.model_validate(connection.request("POST", path, json=body))
             if final(MIGRATION, MigrationState(found.state)):
                 break
     if found.state != MigrationState.DONE:

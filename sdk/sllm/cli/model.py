@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
-from urllib.parse import quote
 
 import typer
 
+from sllm import transport
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.cli.lazy import LazyGroup, load_contributed
-from sllm_runtime.protocol.errors import CorruptCheckpoint, DeadlineExceeded, ModelNotFound
+from sllm_runtime.protocol.errors import CorruptCheckpoint, DeadlineExceeded, InvalidArgument, ModelNotFound
 from sllm_runtime.protocol.http import API, ModelListView, ModelView, NodeDetailListView, NodeDetailView, PlacementView
 from sllm_runtime.protocol.quantities import show_bytes
 
@@ -42,6 +43,10 @@ def register(
 ) -> None:
     """Have the platform take in a model."""
     place = uri if "://" in uri else str(Path(uri).expanduser().absolute())
+    try:
+        place.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{uri!a:.100} is no UTF-8; name a place that is", field="uri") from error
     going_on = "the platform may go on taking it in; `sllm model list` says whether it is there"
     with client(context) as connection, naming(going_on), output.progress(uri, quiet=json) as observe:
         result = connection.operation(f"{API}/models", {"uri": place}, observe)
@@ -59,8 +64,9 @@ def pull(
 ) -> None:
     """Bring a model to the disks of nodes, before anything starts there."""
     going_on = "the nodes go on with it; `sllm model list --tiers` says where it lies"
+    path, nodes = f"{_path(digest)}/pull", [transport.named(node, "node") for node in to or []]
     with client(context) as connection, naming(going_on), output.progress(digest, quiet=json) as observe:
-        result = connection.operation(f"{API}/models/{quote(digest, safe='')}/pull", {"nodes": to or []}, observe)
+        result = connection.operation(path, {"nodes": nodes}, observe)
     view = ModelView.model_validate_json(result)
     if json:
         output.value(view.model_dump(mode="json"))
@@ -131,14 +137,19 @@ def _nodes(connection: Client) -> tuple[NodeDetailView, ...]:
     return NodeDetailListView.model_validate(found).nodes
 
 
+def _path(digest: str) -> str:
+    return f"{API}/models/{transport.segment(digest, 'model')}"
+
+
 def _directory(target: str) -> Path | None:
     """``target`` as a directory here, or ``None`` for a digest. Raises ``ModelNotFound`` for what is neither."""
-    path = Path(target)
-    if path.is_dir():
-        return path
+    if os.path.isdir(target):  # of no name, or one too long, ``Path`` has it that it is one, or raises
+        return Path(target)
     if _DIGEST.match(target):
         return None
-    raise ModelNotFound(f"{target} is neither a directory here nor a model's digest; `sllm model list` shows those")
+    raise ModelNotFound(
+        f"{target:.100} is neither a directory here nor a model's digest; `sllm model list` shows those"
+    )
 
 
 @app.command()
@@ -149,7 +160,7 @@ def describe(context: typer.Context, target: Target, json: Json = False) -> None
         load_contributed("model", "describe")(directory, json=json)
         return
     with client(context) as connection:
-        _one(ModelView.model_validate(connection.request("GET", f"{API}/models/{target}")), json)
+        _one(ModelView.model_validate(connection.request("GET", _path(target))), json)
 
 
 @app.command()
@@ -173,7 +184,7 @@ def validate(context: typer.Context, target: Target, json: Json = False) -> None
 
 def _validated(connection: Client, digest: str) -> ModelView | None:
     """None: it goes on, and is joined by who asks again."""
-    path = f"{API}/models/{quote(digest, safe='')}/validate"
+    path = f"{_path(digest)}/validate"
     try:
         return ModelView.model_validate(connection.request("POST", path, timeout=600.0))
     except DeadlineExceeded:
@@ -184,10 +195,10 @@ def _validated(connection: Client, digest: str) -> ModelView | None:
 def delete(context: typer.Context, digest: Digest, json: Json = False) -> None:
     """Remove a model that no version uses."""
     if not _DIGEST.match(digest):
-        raise ModelNotFound(f"{digest} is no model's digest; `sllm model list` shows those")
+        raise ModelNotFound(f"{digest:.100} is no model's digest; `sllm model list` shows those")
     fate = "it may be deleted: `sllm model list` says so"
     with client(context) as connection, naming(fate):
-        found = ModelView.model_validate(connection.request("DELETE", f"{API}/models/{quote(digest, safe='')}"))
+        found = ModelView.model_validate(connection.request("DELETE", _path(digest)))
     if json:
         output.value(found.model_dump(mode="json"))
         return

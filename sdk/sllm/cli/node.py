@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
+from sllm import transport
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
@@ -54,17 +54,22 @@ def describe(
     context: typer.Context, name: Annotated[str, typer.Argument(help="The node's name.")], json: Json = False
 ) -> None:
     """Say what a node is doing: which models lie in which tier, and how fast each way to them is."""
+    path = _path(name)
     with client(context) as connection:
-        found = NodeDetailView.model_validate(connection.request("GET", f"{API}/nodes/{quote(name, safe='')}"))
+        found = NodeDetailView.model_validate(connection.request("GET", path))
     if json:
         output.value(found.model_dump(mode="json"))
     else:
         show.node(found)
 
 
+def _path(name: str) -> str:
+    return f"{API}/nodes/{transport.segment(name, 'node')}"
+
+
 def _wish(context: typer.Context, name: str, wish: str) -> NodeView:
+    path = f"{_path(name)}/{wish}"
     with client(context) as connection:
-        path = f"{API}/nodes/{quote(name, safe='')}/{wish}"
         return NodeView.model_validate(connection.request("POST", path))
 
 
@@ -90,8 +95,8 @@ def uncordon(context: typer.Context, name: Name, json: Json = False) -> None:
 @app.command()
 def forget(context: typer.Context, name: Name, json: Json = False) -> None:
     """Strike a node off the list that has gone for good: nothing was heard of it for some seconds."""
+    path = _path(name)
     with client(context) as connection:
-        path = f"{API}/nodes/{quote(name, safe='')}"
         found = NodeForgottenView.model_validate(connection.request("DELETE", path))
     if json:
         output.value(found.model_dump(mode="json"))
@@ -134,7 +139,7 @@ def _seen(context: typer.Context, name: str) -> NodeView | None:
     """None: it is not known now, as while the gateway is started anew."""
     try:
         with client(context) as connection:
-            return NodeDetailView.model_validate(connection.request("GET", f"{API}/nodes/{quote(name, safe='')}"))
+            return NodeDetailView.model_validate(connection.request("GET", _path(name)))
     except SllmError as error:
         if not error.retryable:
             raise

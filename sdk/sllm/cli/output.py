@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from sllm.cli import layout
 from sllm_runtime.protocol.errors import SllmError
 
 if TYPE_CHECKING:
@@ -18,10 +19,29 @@ if TYPE_CHECKING:
 
     from sllm_runtime.protocol.http import ProgressView
 
+_COMMANDING: Final = (
+    *range(0x20),  # C0
+    *range(0x7F, 0xA0),  # DEL and C1
+    *(0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # which way letters run
+    *(0x2028, 0x2029),  # ends of lines and paragraphs
+)
+_ONE_LINE: Final = {code: chr(code).encode("unicode_escape").decode() for code in _COMMANDING}
+_LINES: Final = {code: shown for code, shown in _ONE_LINE.items() if chr(code) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """Text of others with nothing that commands a terminal: only lines and tabs stay, all else is an escape."""
+    return text.translate(_LINES)
+
+
+def one_line(text: str) -> str:
+    """``printable``, where another line would be taken for one of ours."""
+    return text.translate(_ONE_LINE)
+
 
 def value(document: Any) -> None:
     """One JSON document on stdout."""
-    text(_json(document, sys.stdout))
+    raw(_json(document, sys.stdout))
 
 
 def _json(document: Any, stream: TextIO) -> str:
@@ -29,9 +49,14 @@ def _json(document: Any, stream: TextIO) -> str:
     return json.dumps(document, ensure_ascii=codecs.lookup(stream.encoding or "utf-8").name != "utf-8")
 
 
-def text(line: str, end: str = "\n") -> None:
-    """A result for people, on stdout."""
-    sys.stdout.write(line + end)
+def text(line: str) -> None:
+    """A result for people, on stdout, ``printable``."""
+    raw(printable(line))
+
+
+def raw(text: str, end: str = "\n") -> None:
+    """A result as it is: what a function answers and writes, and what is escaped already."""
+    sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
@@ -42,14 +67,19 @@ def clock(at: float) -> str:
 
 
 def note(line: str) -> None:
-    """Everything that is no result, on stderr."""
+    """Everything that is no result, on stderr, ``printable``."""
+    _note(printable(line))
+
+
+def _note(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) -> None:
-    """A table on stdout, or ``empty`` on stderr. Plain and unwrapped where stdout is no terminal."""
-    cells = [[" ".join(str(cell).split()) for cell in row] for row in rows]
+    """A table on stdout, or ``empty`` on stderr. Plain and unwrapped where stdout is no terminal; where a terminal has
+    no room for what must stay whole (``layout``), each row has lines of its own."""
+    cells = [[one_line(" ".join(str(cell).split())) for cell in row] for row in rows]
     if not cells:
         note(empty)
         return
@@ -60,12 +90,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) 
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        drawn.add_column(column, no_wrap=column in ("NAME", "DIGEST"))
+    console = _console(stderr=False)
+    widths = layout.widths(columns, cells, console.width)
+    if widths is None:
+        for row in cells:
+            text("\n".join(layout.flowed(columns, row, console.width)))
+        return
+    drawn = Table(box=None, header_style="bold", padding=(0, layout.GAP, 0, 0), pad_edge=False)
+    for column, width in zip(columns, widths, strict=True):
+        drawn.add_column(column, width=width, overflow="fold")
     for row in cells:
         drawn.add_row(*(Text(cell) for cell in row))  # no markup: cells hold what users wrote
-    _console(stderr=False).print(drawn)
+    console.print(drawn)
 
 
 def _console(*, stderr: bool) -> Console:
@@ -80,10 +116,10 @@ def error(problem: SllmError, *, as_json: bool) -> None:
         body = problem.body()
         fields = {"code": body.code, "message": body.message, "retryable": body.retryable}
         fields |= {key: found for key in ("field", "stage") if (found := getattr(body, key)) is not None}
-        note(_json({"error": fields}, sys.stderr))
+        _note(_json({"error": fields}, sys.stderr))
         return
     stage = f" ({problem.stage})" if problem.stage else ""
-    note(f"{_red('error')}: {problem.message}{stage}  [{problem.code}]")
+    _note(f"{_red('error')}: {printable(f'{problem.message}{stage}  [{problem.code}]')}")
 
 
 def usage(problem: Any, *, as_json: bool) -> None:
@@ -91,12 +127,12 @@ def usage(problem: Any, *, as_json: bool) -> None:
     message = problem.format_message()
     context = getattr(problem, "ctx", None)
     if as_json:
-        note(_json({"error": {"code": "usage", "message": message, "retryable": False}}, sys.stderr))
+        _note(_json({"error": {"code": "usage", "message": message, "retryable": False}}, sys.stderr))
     elif message.startswith("Usage:"):  # a group named without a verb: its help is the answer
         note(message)
     elif message:
         command = context.command_path if context else "sllm"
-        note(f"{_red('error')}: {message}  (see `{command} --help`)")
+        _note(f"{_red('error')}: {printable(message)}  (see `{command} --help`)")
 
 
 def coloured(word: str, code: str) -> str:
@@ -112,7 +148,7 @@ class Progress:
     """Shows stages with bytes and rate on a terminal; one line a stage elsewhere."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
-        self._title = title
+        self._title = one_line(title)
         self._quiet = quiet
         self._stage = ""
         self._since, self._from = 0.0, 0
@@ -125,7 +161,7 @@ class Progress:
 
         if self._quiet:
             return
-        label = f"{self._title}: {view.message or view.stage}"
+        label = one_line(f"{self._title}: {view.message or view.stage}")
         if self._bar is None:
             if view.stage != self._stage:
                 note(label + (f" ({show_bytes(view.total)})" if view.total and view.unit == "B" else ""))

@@ -8,10 +8,10 @@ import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
+from sllm import transport
 from sllm.cli import output
 from sllm.cli.context import Json, client
 from sllm_runtime.protocol.errors import InvalidArgument
@@ -77,7 +77,7 @@ def delete(context: typer.Context, name: Name, json: Json = False) -> None:
 
 def _path(name: str) -> str:
     try:
-        return f"{API}/secrets/{quote(secret_name(name), safe='')}"
+        return f"{API}/secrets/{transport.segment(secret_name(name), 'secret')}"
     except ValueError as error:
         raise InvalidArgument(str(error), field="name") from error
 

@@ -183,7 +183,7 @@ def _draw(
     clear: bool,
 ) -> None:
     if clear:
-        output.text(CLEAR, end="")
+        output.raw(CLEAR, end="")
     columns = (
         "NODE",
         "STATE",

@@ -217,7 +217,7 @@ class Gateway:
         scripted = ("/fn/{name}", "/fn/{name}/{version}", "/api/v1/functions/{name}/logs", "/api/v1/status")
         more = ("/api/v1/nodes", "/api/v1/models", "/api/v1/models/{digest}", "/api/v1/models/{digest}/validate",
                 "/api/v1/nodes/{node}", "/api/v1/nodes/{node}/{wish}", "/api/v1/explain/{what}", "/api/v1/events",
-                "/metrics", "/v1/calls", "/v1/calls/{call}/cancel", "/api/v1/secrets",
+                "/metrics", "/v1/calls", "/v1/calls/{call}", "/v1/calls/{call}/cancel", "/api/v1/secrets",
                 "/api/v1/placement", "/api/v1/instances/{instance}/migrate",
                 "/api/v1/secrets/{name}")  # fmt: skip
         return Starlette(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sllm import bundle, profiles
+from sllm import bundle, profiles, transport
 from sllm.cli.top import Look
 from sllm_runtime.platform import commands
 from sllm_runtime.platform.profile import write_profile
@@ -24,6 +24,7 @@ from sllm_runtime.protocol.errors import (
     FunctionNotFound,
     InvalidArgument,
     NoCapacity,
+    NodeNotFound,
     QueueFull,
     StartFailed,
     Unauthorized,
@@ -799,6 +800,86 @@ def test_what_is_no_function_name_is_never_asked(gateway: Gateway, words: tuple[
     assert gateway.asked == []
 
 
+@pytest.mark.parametrize("name", ["", ".", "x/events", "\udcff\udcfe"])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (("node", "describe"), "node"),
+        (("node", "cordon"), "node"),
+        (("node", "uncordon"), "node"),
+        (("node", "drain"), "node"),
+        (("node", "forget"), "node"),
+        (("call", "status"), "call"),
+        (("call", "cancel"), "call"),
+        (("explain",), "function or call"),
+        (("migrate",), "instance"),
+        (("model", "pull"), "model"),
+    ],
+)
+def test_what_is_no_name_is_never_asked(gateway: Gateway, words: tuple[str, ...], kind: str, name: str) -> None:
+    done = here(*words, "--", name)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"names no {kind}: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr) < 400
+    assert refused(here(*words, "--json", "--", name))["code"] == "invalid_argument"
+    assert gateway.asked == []
+
+
+@pytest.mark.parametrize("name", ["\udcff\udcfe", "a" * 70_000])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("events", "--function"),
+        ("events", "--call"),
+        ("events", "--kind"),
+        ("call", "list", "--function"),
+        ("call", "list", "--state"),
+        ("call", "list", "--after"),
+        ("fn", "logs", "chat", "--call"),
+        ("migrate", "i1", "--to"),
+        ("model", "pull", "aaaa", "--to"),
+    ],
+)
+def test_what_is_no_name_is_no_question_either(gateway: Gateway, words: tuple[str, ...], name: str) -> None:
+    done = here(*words, name)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr) < 400
+    assert gateway.asked == []
+
+
+@pytest.mark.parametrize("word", ["", ".", "..", "../x", "x/events", "a\n", "\x1b[2J", "\udcff", "a" * 70_000])
+def test_a_segment_of_a_path_is_a_name(word: str) -> None:
+    with pytest.raises(InvalidArgument, match="names no node: what does is printable text") as refused:
+        transport.segment(word, "node")
+    assert len(str(refused.value)) < 300
+    assert transport.segment("a?b#c%2f é", "node") == "a%3Fb%23c%252f%20%C3%A9"
+
+
+@pytest.mark.parametrize("name", ["", "\udcff", "a/b", "a" * 70_000])
+def test_what_is_no_models_name_is_not_there(gateway: Gateway, name: str) -> None:
+    for verb in ("describe", "validate", "delete"):
+        done = here("model", verb, "--", name)
+        assert (done.returncode, done.stdout) == (3, ""), done.stderr
+        assert len(done.stderr) < 400
+    assert gateway.asked == []
+
+
+def test_a_place_that_is_no_text_is_no_models(gateway: Gateway) -> None:
+    done = here("model", "register", "/tmp/\udcff")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is no UTF-8" in done.stderr
+    assert gateway.asked == []
+
+
+def test_any_name_that_can_be_one_is_asked_for(gateway: Gateway) -> None:
+    gateway.will(Answer(problem=NodeNotFound("no")))
+    for name in ("n1", "n1.example.org", "...", "é 1", "c%2f", "a" * 255):
+        assert here("node", "describe", name).returncode == 3
+        assert gateway.asked[-1][1] == f"/api/v1/nodes/{name}"
+
+
 def test_a_closed_stdout_is_no_error(gateway: Gateway) -> None:
     gateway.will(Answer(PIECES))
     words = ["/bin/sh", "-c", 'exec "$0" -m sllm fn invoke chat >&-', sys.executable]
@@ -900,6 +981,28 @@ def test_events_are_shown_as_they_come(gateway: Gateway) -> None:
     gateway.will(Answer((sse(event, event="event"), DONE)))
     assert document(here("events", "--json", "--kind", "call", "--call", "call-1")) == event
     assert gateway.queries[-1].items() >= {"kind": "call", "call": "call-1"}.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "no event is kept"),
+        (("--function", "nope"), "no event of function nope is kept"),
+        (
+            ("--call", "nope", "--kind", "call"),
+            "no event of call nope and kind call is kept; a call that finds an instance and succeeds leaves none",
+        ),
+        (("--since", "5"), "no event of the last 5 s is kept"),
+        (("--function", "f", "--since", "1"), "no event of function f and the last 1 s is kept"),
+    ],
+)
+def test_where_nothing_happened_that_is_said(gateway: Gateway, words: tuple[str, ...], said: str) -> None:
+    gateway.will(Answer((": heartbeat\n", DONE)))
+    done = here("events", *words)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert said in done.stderr
+    for more in ("--json", "-f"):
+        assert here("events", *words, more).stderr == ""
 
 
 def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
