@@ -154,9 +154,9 @@ class Calls:
             self._ending.hand_on(call, moved(call.id, why))
 
     def stop(self, but: Collection[Call] = ()) -> None:
-        """Take no call; end all that are open, ``but`` these. Repeatable."""
+        """Take no call; end all that are open, ``but`` these, and those whose answer is all here. Repeatable."""
         self._draining = True
-        for call in [each for each in self._open.values() if each not in but]:
+        for call in [each for each in self._open.values() if not each.over and each not in but]:
             begun = call.binding is not None or call.attempts > 0
             self.fail(call, GatewayStopped(STOPPED) if begun else Draining(STOPPING))
 

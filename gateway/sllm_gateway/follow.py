@@ -149,7 +149,7 @@ async def _consume(
     # The largest message goes into it, and no more is ever on its way to one reader: NATS cuts off who lets much wait.
     nbytes = min(bus.max_payload + _AROUND, QUEUED_BYTES // 2)
     most = nbytes // MESSAGE_BYTES
-    come = _Come(nbytes + most * MESSAGE_BYTES, lambda: ask(bus, stream, asked, inbox, most, nbytes))
+    come = _Come(most, nbytes, lambda: ask(bus, stream, asked, inbox, most, nbytes))
     off = bus.on_reconnect(come.end)
     try:
         subscription = await bus.subscribe_raw(inbox, come.put)
@@ -180,11 +180,13 @@ async def _consume(
 
 
 class _Come:
-    """What a consumer has sent and its reader has not taken yet. It is asked for more, which is at most ``share`` bytes
-    of QUEUED_BYTES, as soon as it has sent all that it was asked for and there is room."""
+    """What a consumer has sent and its reader has not taken yet. It is asked for more, at most ``most`` messages of
+    ``nbytes`` in all, as soon as it has sent all that it was asked for and these have room in QUEUED_BYTES."""
 
-    def __init__(self, share: int, ask: Callable[[], Awaitable[None]]) -> None:
-        self._share, self._ask = share, ask
+    def __init__(self, most: int, nbytes: int, ask: Callable[[], Awaitable[None]]) -> None:
+        self._share, self._nbytes, self._ask = nbytes + most * MESSAGE_BYTES, nbytes, ask
+        self._left = 0
+        """Bytes that it may send still, as JetStream counts them."""
         self._waiting: deque[Msg] = deque()
         self._bytes = 0
         self._asked, self._sent = False, False
@@ -207,6 +209,9 @@ class _Come:
         self._bytes += _nbytes(message)
         self._waiting.append(message)
         self._news.set()
+        self._left -= _counted(message)
+        if not self._left:  # JetStream says nothing of that, and sends no more
+            await self._answered("")
 
     async def _answered(self, status: str) -> None:
         """It sends no more of what it was asked for. Where it has sent nothing it is gone, or never will."""
@@ -219,7 +224,7 @@ class _Come:
     async def _more(self) -> None:
         if self._asked or self._ended or self._bytes + self._share > QUEUED_BYTES:
             return
-        self._asked, self._sent = True, False
+        self._asked, self._sent, self._left = True, False, self._nbytes
         try:
             await self._ask()
         except Unavailable as error:
@@ -249,6 +254,13 @@ class _Come:
 
 def _nbytes(message: Msg) -> int:
     return len(message.data) + MESSAGE_BYTES
+
+
+def _counted(message: Msg) -> int:
+    """What JetStream counts of it towards the bytes that were asked for."""
+    headers = message.headers or {}
+    lines = sum(len(name) + len(value) + 4 for name, value in headers.items()) + 12 if headers else 0
+    return len(message.subject) + len(message.reply) + lines + len(message.data)
 
 
 def _config(subject: str | Sequence[str], since: float | None, after: int) -> ConsumerConfig:

@@ -15,11 +15,12 @@ from typing import Final, TypeAlias
 import msgspec
 
 from sllm_runtime.control import autoscale, backoff, fits, instances, room
-from sllm_runtime.control.placement import Decision, Place, Request, Wait, ends_late, room_made
+from sllm_runtime.control.placement import Decision, Place, Request, Wait, ends_late, may_start, room_made
 from sllm_runtime.control.scheduling.ending import ending
 from sllm_runtime.control.scheduling.estimate import estimate
 from sllm_runtime.control.scheduling.moving import carried_s
 from sllm_runtime.control.scheduling.servers import server
+from sllm_runtime.control.scheduling.startup import overdue
 from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import Claim, Instance, Key, Migration, Refusal, View, with_item, without
 from sllm_runtime.protocol.ctl import Migrated
@@ -143,6 +144,16 @@ def _need(view: View, instance: Instance) -> fits.Need | None:
     return fits.alike(Request(instance.key, instance.manifest).need(view), fits.held(view, instance))
 
 
+def restored(view: View, now: float) -> View:
+    """With the moves that a controller before this one began, and told of. Known before a node is heard: a source may
+    have ended meanwhile, as was wanted, and that its move is done is told by whoever leads then."""
+    for name, source in view.instances.items():
+        to = source.record.moves_to
+        if to and not source.ended:
+            view = _put(_drained(view, source, to), Migration(name, "", MigrationState.MOVING, now, destination=to))
+    return view
+
+
 # --- step by step -----------------------------------------------------------------------------------
 def advance(view: View, now: float, choose: Choose, make: Make, turns: Turns[str]) -> View:
     """The next step of each migration. What ``choose`` places, ``make`` adds."""
@@ -204,11 +215,13 @@ def _step(view: View, migration: Migration, now: float, choose: Choose, make: Ma
 
 
 def _needless(view: View, migration: Migration, source: Instance, now: float) -> bool:
-    """Whether the start that a policy has it moved for has room sooner by its end: it is idle, and may be ended. Not on
-    a node that takes no starts, nor before that gives all the room: until then its place is kept for that start."""
-    by, node = migration.by, view.nodes.get(source.record.node)
+    """Whether the start that a policy has it moved for has room by its end: it is idle, may be ended, and its move is
+    overdue. Not where that start may not go, nor before that gives all the room: its place is kept for it."""
+    by, node, move = migration.by, view.nodes.get(source.record.node), view.moves.get(migration.source)
     version = view.versions.get(by) if by is not None else None
-    if source.running or by is None or version is None or node is None or not node.open:
+    if source.running or by is None or version is None or node is None or move is None or not overdue(move, now):
+        return False
+    if not may_start(view, by, now)(node):
         return False
     request = Request(by, version.manifest)
     going = room_made(request, request.need(view), view, node, now) or ()

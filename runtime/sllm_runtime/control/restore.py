@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
 
+from sllm_runtime.control import migration
 from sllm_runtime.control.changes import Write
 from sllm_runtime.control.scheduling import remembered
 from sllm_runtime.control.table import Table
-from sllm_runtime.control.view import Instance, Migration, Node, View
+from sllm_runtime.control.view import Instance, Node, View
 from sllm_runtime.platform.state import Records, StateStore
 from sllm_runtime.protocol.errors import ProtocolError
 from sllm_runtime.protocol.manifest import Manifest
@@ -29,7 +29,7 @@ from sllm_runtime.protocol.records import (
     RouteEntry,
     VersionRecord,
 )
-from sllm_runtime.protocol.states import InstanceState, MigrationState, VersionState
+from sllm_runtime.protocol.states import InstanceState, VersionState
 from sllm_runtime.protocol.subjects import LEARNED_KEY, POOL_KEY, POPULARITY_KEY, proofs_key, route_key
 
 log = logging.getLogger(__name__)
@@ -109,30 +109,22 @@ def as_stored(stored: Stored, now: float) -> View:
         for record in stored.instances.values()
         if (key := (record.function, record.version)) in versions
     )
-    return View(
+    view = View(
         functions={record.function: record for record in stored.functions.values()},
         versions=versions,
         models={record.digest: record for record in stored.models.values()},
         nodes={record.node: Node(record) for record in stored.nodes.values()},
         instances=instances,
-        migrations={each.source: each for each in _moving(instances, now)},
         learned=remembered.learned(stored.learned, stored.proofs.values()),
         listening_since=now,
     )
+    return migration.restored(view, now)
 
 
 def _adopted(record: InstanceRecord, manifest: Manifest, entry: RouteEntry | None, now: float) -> Instance:
     ready = now if record.state is InstanceState.READY else None
     adopted = Instance(record=record, manifest=manifest, placed=now, adopted=True, ready_at=ready)
     return replace(adopted, spans=entry.spans) if entry else adopted
-
-
-def _moving(instances: Table[Instance], now: float) -> Iterator[Migration]:
-    """Moves that a controller before this one began, and told of. Known before a node is heard: its source may have
-    ended meanwhile, and that it is done is told by whoever leads then."""
-    for name, instance in instances.items():
-        if instance.record.moves_to and not instance.ended:
-            yield Migration(name, "", MigrationState.MOVING, now, destination=instance.record.moves_to)
 
 
 def unreferenced(stored: Stored, view: View) -> list[Write]:

@@ -15,6 +15,7 @@ from sllm_runtime.control.events import events
 from sllm_runtime.control.placement import Wait
 from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
+from sllm_runtime.control.scheduling import startup
 from sllm_runtime.control.scheduling.moving import carried_s
 from sllm_runtime.control.turns import Turns
 from sllm_runtime.control.view import TOKEN_S, Key, Move, Refusal, Stop, View, without
@@ -555,9 +556,9 @@ def test_what_a_placement_wants_moved_is_moved() -> None:
     assert state(world, source) is MigrationState.DONE
 
 
-def wanted(*, there: tuple[str, ...] = (), **fields: Any) -> tuple[World, str, str]:
-    """A policy has the calls of the source moved for a start of ``other``, which waits; the destination starts. n1 is
-    full, with ``there`` beside the source, which work."""
+def wanted(*, there: tuple[str, ...] = (), late: bool = True, **fields: Any) -> tuple[World, str, str]:
+    """A policy has the calls of the source moved for a start of ``other``, which waits; the destination starts, and is
+    ``late``. n1 is full, with ``there`` beside the source, which work."""
     options = {"cpu": 1.0 + 3.0 * (not there), "max_instances": 4, "keep_alive": 600.0, **fields}
     world, source = running(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=8.0, gpus=0), **options)
     for each in there:
@@ -570,6 +571,7 @@ def wanted(*, there: tuple[str, ...] = (), **fields: Any) -> tuple[World, str, s
     moves = {name: Move(name, "n2", 3.0, OTHER, world.now) for name in (source, *there)}
     world.view = replace(world.view, moves=moves)
     world.plan()
+    world.now += 3.0 + (startup.OVERDUE_S if late else 0.0) + 0.1
     world.hear_all()
     return world, source, world.view.migrations[source].destination
 
@@ -609,20 +611,23 @@ def test_what_a_policy_has_moved_is_ended_before_its_destination_is_looked_for()
     world, source = running(cpu=4.0)
     world.turn(2)
     world.view = deployed(world.view, manifest("other", cpu=4.0, keep_alive=600.0))
-    world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, OTHER, world.now)})
+    since = world.now - 1.1 - startup.OVERDUE_S
+    world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, OTHER, since)})
     rests(world, source, 1.0)
     world.view = migration.advance(world.view, world.now, never, never, Turns(world.view, frozenset()))
     assert state(world, source) is MigrationState.ABANDONED
     assert not world.view.moves
 
 
-@pytest.mark.parametrize("why", ["asked", "joined", "drained", "demand", "minimum", "ready", "not enough", "late"])
+@pytest.mark.parametrize(
+    "why", ["asked", "joined", "drained", "demand", "minimum", "ready", "not enough", "late", "in time", "kept"]
+)
 def test_an_idle_instance_moves_all_the_same(why: str) -> None:
     """People have asked for it too, or its node is drained; its version has calls, or must be there, so that it could
-    not be ended; its destination is ready, so that it is ended at once; or it would not be enough to end it, or not
-    before a call ends."""
+    not be ended; its destination is ready, so that it is ended at once; it would not be enough to end it, or not before
+    a call ends; it goes on as was expected; or its node is kept for another start."""
     beside = ("twin", "third", "fourth") if why in ("not enough", "late") else ()
-    world, source, destination = wanted(min_instances=int(why == "minimum"), there=beside)
+    world, source, destination = wanted(min_instances=int(why == "minimum"), there=beside, late=why != "in time")
     if why == "asked":
         asked = without(world.view.moves, [source])
         by = replace(world.view.migrations[source], by=None)
@@ -633,6 +638,8 @@ def test_an_idle_instance_moves_all_the_same(why: str) -> None:
         world.view = draining.cordon(world.view, "n1", cordoned=True, drain=True)
     elif why == "demand":
         world.wait_for(CHAT, 1)
+    elif why == "kept":
+        world.view = replace(world.view, kept={"n1": ("third", 1)})
     elif why == "late":
         world.view = instances.stop(world.view, world.view.instances["twin"], "its node is drained", 60.0)
         for name in beside[1:]:
@@ -885,6 +892,19 @@ def test_what_became_of_a_move_while_nobody_led_is_told(whose: str, ended: Insta
     world.finish(source if whose == "source" else destination, ended)
     world.plan()
     assert of_moves(stored, world) == [(told, source)]
+
+
+def test_a_source_that_is_forgotten_by_its_node_while_nobody_led_has_ended_as_was_wanted() -> None:
+    """A node tells of one that has ended for a minute. Nothing is wrong with its version."""
+    world, source, destination = begun()
+    ready(world, destination)
+    world.plan()
+    stored = world.followed()
+    world.nodes["n1"].instances.pop(source)
+    world.hear_all()
+    world.plan()
+    assert of_moves(stored, world) == [("migration.done", source)]
+    assert not world.view.failures
 
 
 def test_of_a_move_whose_version_is_gone_nothing_is_taken_over() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
+from nats.js.api import ConsumerConfig
 
 from sllm.sse import Event as SseEvent
 from sllm.sse import Parser
@@ -18,7 +19,7 @@ from sllm_gateway import follow, views
 from sllm_gateway.follow import messages
 from sllm_gateway.written import line_of
 from sllm_runtime.platform import nats_settings, owned
-from sllm_runtime.platform.bus import Handler, Subscription
+from sllm_runtime.platform.bus import Bus, Handler, Subscription
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.consumers import HEARTBEAT_S, ask
 from sllm_runtime.platform.owned import end
@@ -358,19 +359,20 @@ class Sent(NamedTuple):
     data: bytes = b""
     reply: str = ""
     headers: dict[str, str] | None = None
+    subject: str = "s"
 
 
 OVER = Sent(headers={"Status": "409", "Description": "Batch Completed"})
 NOBODY = Sent(headers={"Status": "503"})
 
 
-def _come(share: int = 2 * follow.MESSAGE_BYTES) -> tuple[follow._Come, list[int]]:
+def _come(nbytes: int = follow.MESSAGE_BYTES) -> tuple[follow._Come, list[int]]:
     asked = list[int]()
 
     async def ask() -> None:
         asked.append(1)
 
-    return follow._Come(share, ask), asked
+    return follow._Come(1, nbytes, ask), asked
 
 
 async def _sent(come: follow._Come, *sent: Sent) -> None:
@@ -412,6 +414,43 @@ async def test_more_is_asked_for_once_all_has_come_and_where_there_is_room(monke
     assert len(asked) == 2
     await come.next()
     assert len(asked) == 3
+
+
+@pytest.mark.parametrize("headers", [None, {"Traceparent": "0-1", "Other": "x y"}])
+async def test_more_is_asked_for_though_all_of_the_bytes_have_come(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str] | None
+) -> None:
+    """To the very last of them: JetStream ends that without a word, and sends no more."""
+    bus, node, gateway = await nats.streams(), await nats.bus(NODE), await nats.bus(GATEWAY)
+    subject, put = subjects.logs(NODE, "f"), follow._Come.put
+    counted, askings = list[int](), list[str | None]()
+
+    async def noted(come: follow._Come, message: Msg) -> None:
+        if message.reply.startswith(follow._STORED):
+            counted.append(follow._counted(message))
+        await put(come, message)
+
+    async def asked(bus: Bus, stream: str, made: ConsumerConfig, *more: Any) -> None:
+        askings.append(made.name)
+        await ask(bus, stream, made, *more)
+
+    async def read() -> list[int]:
+        async with aclosing(messages(gateway, subjects.LOGS_STREAM, subject, None)) as found:
+            return [len((await anext(found)).data or b"") for _ in sizes]
+
+    monkeypatch.setattr(follow._Come, "put", noted)
+    monkeypatch.setattr(follow, "ask", asked)
+    sizes = [5000, 5000, 1]
+    for size in sizes:
+        await node._client.publish(subject, bytes(size), headers=headers)
+    await node.flush()
+    await stored(bus, subjects.LOGS_STREAM, subject, len(sizes))
+    assert await read() == sizes
+    monkeypatch.setattr(follow, "QUEUED_BYTES", 2 * sum(counted[:2]))
+    askings.clear()
+    assert await read() == sizes
+    assert len(askings) >= 2
+    assert len(set(askings)) == 1, "no consumer was given up"
 
 
 @pytest.mark.parametrize("status", [OVER, NOBODY])

@@ -17,7 +17,7 @@ from sllm_gateway.room import Level, Room
 from sllm_gateway.stored import Stored
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.calls import Began, BodyPart, CallOrder, Ended, Entry, KeyClaim
+from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder, Ended, Entry, KeyClaim
 from sllm_runtime.protocol.errors import CallMoved, Conflict, JournalExpired, StoreFull
 from sllm_runtime.protocol.limits import KIB, MAX_BODY, MAX_PART, MIB
 from sllm_runtime.protocol.lives import LIVES_AGE_S
@@ -216,6 +216,38 @@ async def test_a_call_has_not_succeeded_before_all_of_its_answer_is_stored(nats:
         assert "call.cancelled" not in gone
         async with world(nats) as w:
             assert (await reaches(w.http, call, "FAILED"))["error"]["code"] == "instance_lost"
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_an_answer_that_is_all_here_is_stored_though_its_gateway_stops(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, retries: int
+) -> None:
+    """It was not stopped: else it would be lost, or made a second time."""
+    write, writes, may_go_on = Journal.write, asyncio.Event(), asyncio.Event()
+    ran: list[str] = []
+
+    async def late(self: Journal, stream: str, call: str, entry: Entry, *more: Any, **by: Any) -> int:
+        if isinstance(entry, Batch):
+            writes.set()
+            await may_go_on.wait()
+        return await write(self, stream, call, entry, *more, **by)
+
+    async def says(run: Run) -> None:
+        ran.append(run.head.call)
+        run.out(1)
+        run.end()
+
+    monkeypatch.setattr(Journal, "write", late)
+    async with world(nats) as w:
+        await w.deploy(manifest("says", retries=retries), entry(), script=says)
+        call = (await w.http.post("/fn/says", json={}, headers=ASYNC)).json()["id"]
+        await writes.wait()
+        await until(lambda: (found := w.gateway.calls.get(call)) is not None and found.over, what="all of it is here")
+        w.gateway.calls.stop()
+        may_go_on.set()
+    async with world(nats, {"says": says}) as w:
+        await reaches(w.http, call, "SUCCEEDED")
+        assert ran == [call]
 
 
 # --- a journal that lets go of a call -------------------------------------------------------------

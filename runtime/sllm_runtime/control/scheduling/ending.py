@@ -25,6 +25,8 @@ def quickest_ending(
     for guess, server in by_time(start, servers, servers.yielding, view.learned.least_release, best):
         if (False, guess.seconds) >= limit:
             break
+        if found is not None and limit <= (True, guess.seconds) and all(map(ends_late, server.yielding)):
+            continue  # no quicker than what is found, where a call has to end as well
         going = room_made(request, start.need, view, server.node, now)
         if going is None:
             continue

@@ -16,11 +16,16 @@ from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.moving import SETTLED_S, Moving, fewest_removed, quickest_move, under_way
 from sllm_runtime.control.scheduling.rooms import FEW, Room, Start, by_time, quickest
 from sllm_runtime.control.scheduling.waiting import quickest_wait
-from sllm_runtime.control.view import Node, View
+from sllm_runtime.control.view import Move, Node, View
 
 OVERDUE_S: Final = 5.0
 """Moves that take so much longer than expected are not waited for where there is room without them, or where what is
 idle makes some."""
+
+
+def overdue(move: Move, now: float) -> bool:
+    """Whether it has taken so much longer than was expected when it was decided."""
+    return now > move.decided + move.seconds + OVERDUE_S
 
 
 class StartupTime:
@@ -49,7 +54,7 @@ class StartupTime:
         moves = under_way(view, request) if may_move else []
         if moves:
             waits = Wait(f"waits for {len(moves)} instance(s) to go on elsewhere")
-            late = now > max(move.decided + move.seconds for move in moves) + OVERDUE_S
+            late = all(overdue(move, now) for move in moves)
             return here or self._idle(request, start, view, now) or waits if late else waits
         if room is not None and room.rank + 1 < len(start.need.gpus):  # nobody makes way for what is less wanted
             need = replace(start.need, gpus=start.need.gpus[: room.rank + 1])
