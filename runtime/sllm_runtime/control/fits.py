@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -260,8 +259,11 @@ def held(view: View, instance: Instance) -> tuple[Gpu, ...]:
 def alike(need: Need, held: Sequence[Gpu]) -> Need | None:
     """``need`` on as many accelerators of the very kind that are ``held``: on others the same model draws other tokens,
     whatever its version may use. None: they are of several kinds, which cannot be asked for."""
-    kinds = Counter(gpu.kind for gpu in held)
-    return None if len(kinds) > 1 else replace(need, gpus=tuple(kinds.items()))
+    kinds = {gpu.kind for gpu in held}
+    if len(kinds) > 1:
+        return None
+    gpus = tuple((kind, len(held)) for kind in kinds)
+    return need if gpus == need.gpus else replace(need, gpus=gpus)
 
 
 def show_gpus(need: Need) -> str:

@@ -47,8 +47,10 @@ class Moving:
     settled_s: float
     others: Others
     """As in ``Start``: nothing is moved to where they would go without a place."""
-    _first: dict[_Held, tuple[Need | None, list[Room]]] = field(default_factory=dict)
-    _more: dict[tuple[_Held, int], list[Room]] = field(default_factory=dict)
+    _needs: dict[_Held, Need | None] = field(default_factory=dict)
+    """What a version needs elsewhere; None: that cannot be said."""
+    _looked: dict[tuple[_Held, int], tuple[float, list[Room]]] = field(default_factory=dict)
+    """The rooms for a version that were looked for: so many of them, within so many seconds."""
 
     @classmethod
     def of(
@@ -67,50 +69,55 @@ class Moving:
         until = self.now - self.settled_s
         return [instance for instance in self.movable(server) if _there_since(instance) <= until]
 
-    def going(self, server: Server) -> dict[str, Going]:
-        """Who of ``server`` may be moved now, and has somewhere to go to, by name. That is looked for once for each
-        version: a cluster runs many instances of few."""
+    def going(self, server: Server, within: float) -> dict[str, Going]:
+        """Who of ``server`` may be moved now, and could start somewhere else in less than ``within`` seconds, by
+        name."""
         found = {}
         for instance in self.movable(server):
             name = instance.record.instance
             held = (instance.key, server.kinds.get(name, ()))
-            known = self._first.get(held)
-            if known is None:
-                need = alike(self.servers.need(self.view, instance.key, instance.manifest), server.held.get(name, ()))
-                known = self._first[held] = (need, self._quickest(instance, need, 2) if need is not None else [])
-            need, rooms = known
-            if need is not None and rooms and (len(rooms) > 1 or rooms[0].server is not server):
-                found[name] = Going(instance, need, held, rooms)
+            if held not in self._needs:
+                asks = self.servers.need(self.view, instance.key, instance.manifest)
+                self._needs[held] = alike(asks, server.held.get(name, ()))
+            need = self._needs[held]
+            if need is None:
+                continue
+            rooms = self._rooms(instance.key, held, need, 2, within)
+            if rooms and (len(rooms) > 1 or rooms[0].server is not server):
+                found[name] = Going(instance, need, held)
         return found
 
-    def rooms(self, going: Going, server: Server, count: int) -> list[Room]:
-        """Up to ``count`` rooms for who goes from ``server``, on other servers."""
-        rooms: list[Room] | None = going.rooms
-        if count > 1:
-            rooms = self._more.get((going.held, count))
-        if rooms is None:
-            rooms = self._more[going.held, count] = self._quickest(going.instance, going.need, count + 1)
-        return [room for room in rooms if room.server is not server][:count]
+    def rooms(self, going: Going, server: Server, count: int, within: float) -> list[Room]:
+        """Up to ``count`` rooms for who goes from ``server``, on other servers: all that take less than ``within``
+        seconds, quickest first, and perhaps others."""
+        found = self._rooms(going.instance.key, going.held, going.need, count + 1, within)
+        return [room for room in found if room.server is not server][:count]
 
-    def _quickest(self, instance: Instance, need: Need, count: int) -> list[Room]:
-        view, key, others = self.view, instance.key, self.others
+    def _rooms(self, key: Key, held: _Held, need: Need, count: int, within: float) -> list[Room]:
+        """Looked for once for each version: a cluster runs many instances of few."""
+        known = self._looked.get((held, count))
+        if known is None or known[0] < within:
+            known = self._looked[held, count] = (within, self._quickest(key, need, count, within))
+        return known[1]
+
+    def _quickest(self, key: Key, need: Need, count: int, within: float) -> list[Room]:
+        view, others = self.view, self.others
         may, servers = may_start(view, key, self.now), self.servers.of(view)
 
         def alone(node: Node) -> bool:
             return may(node) and not goes_without(servers[node.record.node], need, others)
 
         start = Start(key, need, view.model_of(key), view.learned, alone if others else may)
-        return quickest(start, self.servers, count)
+        return quickest(start, self.servers, count, within)
 
 
 class Going(NamedTuple):
-    """An instance that may be moved: what it needs elsewhere, where it has accelerators of the kinds that it holds
-    here, and the two rooms where it would start soonest, its own server among them."""
+    """An instance that may be moved, and what it needs elsewhere, where it has accelerators of the kinds that it holds
+    here."""
 
     instance: Instance
     need: Need
     held: _Held
-    rooms: list[Room]
 
 
 def _settled(view: View, instance: Instance, until: float) -> bool:
@@ -135,16 +142,19 @@ def under_way(view: View, request: Request) -> list[Move]:
 
 def quickest_move(moving: Moving, start: Start, best: float) -> tuple[float, Migrate] | None:
     """The server where it starts soonest after running instances were moved off it, if that is before ``best``. Looked
-    for on the MOST_SERVERS where it would start soonest were they empty, of those where moving could make room."""
+    for on the MOST_SERVERS where it would start soonest were they empty, of those where moving could make room in
+    time."""
     found: tuple[float, Migrate] | None = None
     limit, servers, searched = best, moving.servers, 0
     for guess, server in islice(by_time(start, servers, servers.busy, 0.0, best), MOST_LOOKED):
         if guess.seconds >= limit - CLOSE_S or searched == MOST_SERVERS:
             break
-        going = moving.going(server)
+        cost = guess.seconds + start.delay_s(server, guess.seconds)
+        going = moving.going(server, limit - cost)
+        if not going:
+            continue
         lacks = tuple(_lacks(moving, start.need, server, [each.instance for each in going.values()]))
         searched += bool(lacks)
-        cost = guess.seconds + start.delay_s(server, guess.seconds)
         moves = _off(moving, server, going, lacks, limit - cost)
         if moves is None or not moves.chosen or cost + moves.seconds >= limit:
             continue
@@ -280,7 +290,7 @@ def _targets(
     works on here, its calls go on there, and it gives back what it held."""
     carried = carried_s(moving.view, going.instance, moving.now)
     targets = []
-    for room in moving.rooms(going, server, count):
+    for room in moving.rooms(going, server, count, within):
         seconds = room.estimate.seconds + carried
         if seconds < within:
             targets.append(Target(room.server.name, _taken(going.need, room.server, kinds), seconds))

@@ -273,6 +273,21 @@ def test_a_move_is_looked_for_beyond_servers_where_none_could_make_room() -> Non
     assert decision.node == "old"
 
 
+def test_a_move_is_looked_for_beyond_servers_from_which_moving_takes_too_long() -> None:
+    """On the five where it would start soonest works what had to be read from the store elsewhere."""
+    heavy = model("heavy", 30 * GB)
+    there = [node(f"n{number}", resident=(M.digest, heavy.digest)) for number in range(MOST_SERVERS + 1)]
+    nodes = (*there, node("last", models=(M.digest,), resident=(OTHER.digest,)), node("free", resident=(OTHER.digest,)))
+    view, _ = function(cluster(*nodes, models=(M, OTHER, heavy)), "chat", M)
+    view, _ = function(view, "other", OTHER, engine=True, model="/other")
+    view, _ = function(view, "heavy", heavy, engine=True, model="/heavy")
+    for each in there:
+        view = idle(view, "heavy", each.node, running=1, carries=True)
+    decision = place(MOVES, idle(view, "other", "last", running=1, carries=True), "chat")
+    assert isinstance(decision, Migrate)
+    assert decision.node == "last"
+
+
 def test_a_preempted_instance_is_stopped_at_once_and_its_calls_may_go_on() -> None:
     view = crowded().put_waiting(("chat", 1), "gw", 1)
     made = plan(view, Context(now=NOW, wall=0.0, policy=Preemption(), rng=random.Random(1)))
