@@ -9,9 +9,10 @@ own count). ``resume``: the worker is killed instead, and its calls go on at a n
 ``restart``: it is killed where nothing is resumable: a new instance begins from nothing, and the callers make their
 calls anew. ``still``: as long with none of it. ``beside``: neither, but another function with the same model prefills
 and begins as many calls again and again, as a destination does: how far instances that share this machine's cores slow
-each other. ``large``: as ``move``, until a hundred calls have moved, with a model of 0.5 G parameters
-(``migration_large``); ``gpu``: such a model on a GPU. ``figure3``: what a start that wants the place of a running call
-does to both, by policy (``migration_policies``).
+each other. ``apart``: as ``move``, until four hundred calls have moved, where gateway, controller and NATS wait for no
+core either, since a cluster has them on machines of their own (``infra/terraform``). ``large``: as ``move``, until a
+hundred calls have moved, with a model of 0.5 G parameters (``migration_large``); ``gpu``: such a model on a GPU.
+``figure3``: what a start that wants the place of a running call does to both, by policy (``migration_policies``).
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened: lost and repeated by
 the events' ids, different by their values; one that breaks off is counted as such, and with what it did not say.
@@ -42,7 +43,7 @@ from benchmarks import migration_large, migration_policies
 from benchmarks.cold_cases import CODER
 from benchmarks.heard import Heard, Sums, Window, jitters, longest, pauses, untouched
 from benchmarks.machine import describe
-from benchmarks.migration_load import CALLERS, Called, Load, kill, move, moved
+from benchmarks.migration_load import CALLERS, Called, Load, kill, move, moved, set_apart
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
 from benchmarks.record import Aim, Case, none_of, tail
@@ -61,7 +62,9 @@ STILL_S: Final = 1.0
 ANEW_S: Final = 2.0
 """Of the three or so that a call takes: after its begin it is struck within them."""
 SEED: Final = 1
-SMALL: Final = ("still", "beside", "resume", "restart", "move")
+APART: Final = "apart"
+SMALL: Final = ("still", "beside", "resume", "restart", "move", APART)
+"""In this order: what is set apart stays so."""
 LARGE: Final = "large"
 GPU: Final = "gpu"
 FIGURE3: Final = "figure3"
@@ -134,6 +137,9 @@ def _small(run: Run, directory: Path, cases: Sequence[str]) -> None:
         called = _called(platform, "coder", ASKS)
         right = called.right()
         for case in cases:
+            if case == APART and not set_apart(platform):
+                run.case(case, "sllm", "intervals").not_run = "no right to real-time priority on this machine"
+                continue
             with run.attempt(case, "intervals"):
                 _case(run, case, _fate(run, case, called), right)
 
@@ -156,6 +162,8 @@ def _fate(run: Run, case: str, called: Called) -> Fate:
     if case == "restart":
         again = _called(called.platform, case, ASKS, resumable=False)
         return Fate(again, lambda: kill(again), lambda count: count >= run.rounds)
+    if case == APART:
+        return Fate.moving(called, lambda counts: counts.calls >= (1.2 if run.quick else 4) * LEAST)
     run.settings["migrations"] = wanted
     return Fate.moving(called, lambda counts: counts.migrations >= wanted, wanted)
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
+import psutil
+
 from benchmarks.heard import Heard, Piece, Sums, Window, understand
 from benchmarks.platform import Platform
 from benchmarks.programs import ProgramFailed
@@ -27,6 +29,8 @@ WAIT_S: Final = 60.0
 PIECE: Final = 2**16
 AGAIN_S: Final = 0.05
 """A caller whose stream broke off waits so long before its next call."""
+APART: Final = ("sllm-gateway", "sllm-controller", "nats-server")
+"""What ``infra/terraform`` puts on other machines than instances."""
 END: Final = b"data: [DONE]"
 VALUE: Final = re.compile(rb"id: \d+\ndata: ")
 """In the bytes of a stream: neither progress nor a comment."""
@@ -141,6 +145,27 @@ def hear_at_once() -> bool:
     except PermissionError:
         return False
     return True
+
+
+def set_apart(platform: Platform) -> bool:
+    """What a cluster has on machines of its own waits for no core from now on. False: there is no right to that."""
+    found = [process for process in platform.program.tree() if os.path.basename(title(process)).startswith(APART)]
+    if not found:
+        raise ProgramFailed(f"none of {', '.join(APART)} runs")
+    try:
+        for thread in [thread for process in found for thread in process.threads()]:
+            os.sched_setscheduler(thread.id, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        return False
+    return True
+
+
+def title(process: psutil.Process) -> str:
+    """Of a process, which may have ended."""
+    try:
+        return next(iter(process.cmdline()), "")
+    except psutil.Error:
+        return ""
 
 
 def sums(heard: Sequence[Heard], right: Sequence[Sequence[Any]]) -> Sums:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shlex
+import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -11,9 +16,9 @@ import pytest
 from benchmarks import migration_large
 from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand, untouched
 from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge, measure_gaps
-from benchmarks.migration_load import CALLERS, Called, Load, heard_since
+from benchmarks.migration_load import CALLERS, Called, Load, heard_since, set_apart
 from benchmarks.platform import Platform
-from benchmarks.programs import ProgramFailed, Usage
+from benchmarks.programs import Program, ProgramFailed, Usage
 from benchmarks.record import Case
 from benchmarks.runner import Run
 from sllm_gateway import sse
@@ -229,3 +234,22 @@ def test_calls_whose_answers_hold_half_characters_back_are_not_made(monkeypatch:
     answers[:3] = [["a"]] * 3
     with pytest.raises(ProgramFailed, match="of 6 answers 3 have an event for each token"):
         migration_large.telling(called)
+
+
+def test_what_a_cluster_has_on_machines_of_its_own_waits_for_no_core(tmp_path: Path) -> None:
+    titles = ("sllm-gateway", "/bin/nats-server", "sllm-worker")
+    says = shlex.quote("import time; print('{}', flush=True); time.sleep(60)")
+    children = "".join(f"(exec -a {title} {shlex.quote(sys.executable)} -c {says}) & " for title in titles)
+    with Program(["bash", "-c", f"{children} wait"], tmp_path / "log") as program:
+        for _ in titles:
+            program.hear(20.0)
+        allowed = set_apart(cast(Platform, SimpleNamespace(program=program)))
+        policies = {process.cmdline()[0]: os.sched_getscheduler(process.pid) for process in program.tree()}
+    apart = os.SCHED_RR if allowed else os.SCHED_OTHER
+    assert policies["sllm-gateway"] == policies["/bin/nats-server"] == apart
+    assert policies["sllm-worker"] == os.SCHED_OTHER
+
+
+def test_where_nothing_can_be_set_apart_the_case_ends(tmp_path: Path) -> None:
+    with Program(["sleep", "60"], tmp_path / "log") as program, pytest.raises(ProgramFailed, match="sllm-gateway"):
+        set_apart(cast(Platform, SimpleNamespace(program=program)))

@@ -288,6 +288,17 @@ def test_a_move_is_looked_for_beyond_servers_from_which_moving_takes_too_long() 
     assert decision.node == "last"
 
 
+def test_where_to_go_in_more_time_is_looked_for_again() -> None:
+    """What others lose by a start is counted server by server, so one that is looked at later may have more time."""
+    view, servers = crowded(), Servers()
+    moving = Moving.of(request(view, ("chat", 1)), view, servers, NOW, SETTLED_S)
+    full = servers.of(view)["full"]
+    assert not moving.going(full, 0.001)
+    (going,) = moving.going(full, 10.0).values()
+    assert [room.server.name for room in moving.rooms(going, full, 2, 10.0)] == ["free"]
+    assert not moving.rooms(going, full, 3, 0.001)
+
+
 def test_a_preempted_instance_is_stopped_at_once_and_its_calls_may_go_on() -> None:
     view = crowded().put_waiting(("chat", 1), "gw", 1)
     made = plan(view, Context(now=NOW, wall=0.0, policy=Preemption(), rng=random.Random(1)))
