@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import psutil
 
 from benchmarks.chaos_schedule import Fault
 from benchmarks.nats_cluster import NatsCluster
 from benchmarks.platform import Platform
-from benchmarks.programs import ProgramFailed
+from benchmarks.programs import ProgramFailed, title
 from sllm_loaderd.chunk import MEMFD_NAME
 from sllm_loaderd.client.control import LoaderControl
 from sllm_runtime.platform.bus import Bus
@@ -104,12 +103,12 @@ class Field:
             return {}
         return {each["instance"]: each["node"] for each in view["instances"] if each["state"] == "READY"}
 
-    def _pids(self, title: str) -> list[int]:
-        return [process.pid for process in self._platform.program.tree() if _title(process).startswith(title)]
+    def _pids(self, name: str) -> list[int]:
+        return [process.pid for process in self._platform.program.tree() if title(process).startswith(name)]
 
     def processes(self) -> Counter[str]:
         """What runs, by title without what is the process's own."""
-        return Counter(_OWN.sub("…", _title(process)) for process in self._platform.program.tree())
+        return Counter(_OWN.sub("…", title(process)) for process in self._platform.program.tree())
 
     def mend(self) -> None:
         """Start again what nobody else does."""
@@ -309,10 +308,3 @@ def settled_mib(platform: Platform) -> float:
         last = now
         time.sleep(_STILL_S)
     return now
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline()).strip() or process.name()
-    except psutil.Error:
-        return ""

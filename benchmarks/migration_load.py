@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
-import psutil
-
 from benchmarks.heard import Heard, Piece, Sums, Window, understand
 from benchmarks.platform import Platform
-from benchmarks.programs import ProgramFailed
+from benchmarks.programs import ProgramFailed, title
 from sllm_runtime.protocol.http import API
 
 CALLERS: Final = 4
@@ -149,7 +147,9 @@ def hear_at_once() -> bool:
 
 def set_apart(platform: Platform) -> bool:
     """What a cluster has on machines of its own waits for no core from now on. False: there is no right to that."""
-    found = [process for process in platform.program.tree() if os.path.basename(title(process)).startswith(APART)]
+    found = [
+        process for process in platform.program.tree() if os.path.basename(title(process).partition(" ")[0]) in APART
+    ]
     if not found:
         raise ProgramFailed(f"none of {', '.join(APART)} runs")
     try:
@@ -158,14 +158,6 @@ def set_apart(platform: Platform) -> bool:
     except PermissionError:
         return False
     return True
-
-
-def title(process: psutil.Process) -> str:
-    """Of a process, which may have ended."""
-    try:
-        return next(iter(process.cmdline()), "")
-    except psutil.Error:
-        return ""
 
 
 def sums(heard: Sequence[Heard], right: Sequence[Sequence[Any]]) -> Sums:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks.modules import own_modules
-from benchmarks.programs import ROOT, Program, ProgramFailed
+from benchmarks.programs import ROOT, Program, ProgramFailed, title
 from sllm import Client, bundle
 from sllm.cli import load
 from sllm.deployment import deploy_bundle
@@ -148,13 +148,12 @@ class Platform:
         """The control socket of the one node's loader."""
         return Layout(self.data).socket("n1")
 
-    def process(self, title: str) -> psutil.Process:
+    def process(self, name: str) -> psutil.Process:
         """The one process whose title begins so (``sllm-zygote``). Raises ``ProgramFailed``."""
         for process in self.program.tree():
-            with contextlib.suppress(psutil.Error):  # it ends while we look
-                if " ".join(process.cmdline()).startswith(title):
-                    return process
-        raise ProgramFailed(f"no process called {title} runs")
+            if title(process).startswith(name):
+                return process
+        raise ProgramFailed(f"no process called {name} runs")
 
 
 def stream(connection: http.client.HTTPConnection, token: str, name: str, arguments: Mapping[str, Any]) -> Answer:

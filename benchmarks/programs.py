@@ -224,6 +224,14 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
+def title(process: psutil.Process) -> str:
+    """Its name in ``ps``; empty if it has ended."""
+    try:
+        return " ".join(process.cmdline()).strip() or process.name()
+    except psutil.Error:
+        return ""
+
+
 def usage(processes: Iterable[psutil.Process]) -> Usage:
     """Of those that live, and of what they have waited for."""
     cpu_s, pss = 0.0, 0.0

@@ -82,7 +82,7 @@ class Moving:
             need = self._needs[held]
             if need is None:
                 continue
-            rooms = self._rooms(instance.key, held, need, 2, within)
+            rooms = self._rooms(held, need, 2, within)
             if rooms and (len(rooms) > 1 or rooms[0].server is not server):
                 found[name] = Going(instance, need, held)
         return found
@@ -90,14 +90,14 @@ class Moving:
     def rooms(self, going: Going, server: Server, count: int, within: float) -> list[Room]:
         """Up to ``count`` rooms for who goes from ``server``, on other servers: all that take less than ``within``
         seconds, quickest first, and perhaps others."""
-        found = self._rooms(going.instance.key, going.held, going.need, count + 1, within)
+        found = self._rooms(going.held, going.need, count + 1, within)
         return [room for room in found if room.server is not server][:count]
 
-    def _rooms(self, key: Key, held: _Held, need: Need, count: int, within: float) -> list[Room]:
+    def _rooms(self, held: _Held, need: Need, count: int, within: float) -> list[Room]:
         """Looked for once for each version: a cluster runs many instances of few."""
         known = self._looked.get((held, count))
         if known is None or known[0] < within:
-            known = self._looked[held, count] = (within, self._quickest(key, need, count, within))
+            known = self._looked[held, count] = (within, self._quickest(held[0], need, count, within))
         return known[1]
 
     def _quickest(self, key: Key, need: Need, count: int, within: float) -> list[Room]:
