@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,27 +12,17 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 import nats.errors
-from nats.aio.msg import Msg
 from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
-from sllm_runtime.platform.consumers import SILENCE_S, ask, consumer, forget
+from sllm_runtime.platform.consumers import consumer
+from sllm_runtime.platform.reader import Lost, Reader
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import KIB, MIB
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.2
-QUEUED_BYTES = 8 * MIB
-"""Of messages that their reader has not taken yet. More is asked for when it has come so far."""
-MESSAGE_BYTES = 1024
-"""What a message takes beside its data."""
-_AROUND = 8 * KIB
-"""More than its subjects take, which JetStream counts as well."""
-_STORED = "$JS.ACK."
-"""What the reply subject of every message of a stream begins with."""
-_HEARTBEAT = "100"
 
 
 class Message(NamedTuple):
@@ -80,10 +69,6 @@ class _Place:
         """All up to ``number`` has come, or is not wanted."""
         if number > self.number:
             self.number, self.written = number, None
-
-
-class _Missing(Exception):
-    """This consumer can no longer be trusted."""
 
 
 async def messages(
@@ -144,127 +129,25 @@ async def _consume(
     bus: Bus, stream: str, subject: str | Sequence[str], since: float | None, after: int
 ) -> AsyncGenerator[_Read, None]:
     """What one consumer says. Raises ``Unavailable`` when it can no longer be trusted."""
-    inbox = bus.new_inbox()
-    subscription, asked = None, _config(subject, since, after)
-    # The largest message goes into it, and no more is ever on its way to one reader: NATS cuts off who lets much wait.
-    nbytes = min(bus.max_payload + _AROUND, QUEUED_BYTES // 2)
-    most = nbytes // MESSAGE_BYTES
-    come = _Come(most, nbytes, lambda: ask(bus, stream, asked, inbox, most, nbytes))
-    off = bus.on_reconnect(come.end)
+    reader = Reader(bus, stream, _config(subject, since, after))
     try:
-        subscription = await bus.subscribe_raw(inbox, come.put)
-        made = await bus.jetstream.add_consumer(stream, asked)
-        if not made.num_pending:
+        if not await reader.open():
             yield _Read()
-        delivered = 0
         while True:
-            message = await come.next()
-            if not message.reply.startswith(_STORED):
-                last = (message.headers or {}).get("Nats-Last-Consumer")
-                if last is not None and int(last) != delivered:
-                    raise _Missing("a message was lost")
+            message = await reader.next()
+            if message is None:
                 yield _Read()  # what was still to come has gone meanwhile, written anew or too old
                 continue
-            delivered += 1
             place = message.metadata
-            if place.sequence.consumer != delivered:
-                raise _Missing(f"gap before {place.sequence.consumer}")
             yield _Read(place.sequence.stream, message.data, message.subject, place.timestamp, place.num_pending)
-    except (nats.errors.Error, _Missing) as error:
-        raise Unavailable(f"{subject} cannot be read: {error or type(error).__name__}") from error
+    except Lost as error:
+        raise Unavailable(f"{subject} cannot be read: {error}") from error
     finally:
-        off()
-        forget(bus, stream, asked)
-        if subscription is not None:
-            await subscription.unsubscribe()
-
-
-class _Come:
-    """What a consumer has sent and its reader has not taken yet. It is asked for more, at most ``most`` messages of
-    ``nbytes`` in all, as soon as it has sent all that it was asked for and these have room in QUEUED_BYTES."""
-
-    def __init__(self, most: int, nbytes: int, ask: Callable[[], Awaitable[None]]) -> None:
-        self._share, self._nbytes, self._ask = nbytes + most * MESSAGE_BYTES, nbytes, ask
-        self._left = 0
-        """Bytes that it may send still, as JetStream counts them."""
-        self._waiting: deque[Msg] = deque()
-        self._bytes = 0
-        self._asked, self._sent = False, False
-        """Whether it may send something, and whether any of that has come."""
-        self._ended = ""
-        self._news = asyncio.Event()
-
-    async def put(self, message: Msg) -> None:
-        """It came; beyond QUEUED_BYTES it is left, and all behind it: the server was asked for less."""
-        if self._ended:
-            return
-        if message.reply.startswith(_STORED):
-            self._sent = True
-        elif (status := (message.headers or {}).get("Status")) != _HEARTBEAT:
-            await self._answered(f"{status} {(message.headers or {}).get('Description', '')}")
-            return
-        if self._bytes + _nbytes(message) > QUEUED_BYTES:
-            self.end("more came than was asked for")
-            return
-        self._bytes += _nbytes(message)
-        self._waiting.append(message)
-        self._news.set()
-        self._left -= _counted(message)
-        if not self._left:  # JetStream says nothing of that, and sends no more
-            await self._answered("")
-
-    async def _answered(self, status: str) -> None:
-        """It sends no more of what it was asked for. Where it has sent nothing it is gone, or never will."""
-        self._asked = False
-        if self._sent:
-            await self._more()
-        else:
-            self.end(status)
-
-    async def _more(self) -> None:
-        if self._asked or self._ended or self._bytes + self._share > QUEUED_BYTES:
-            return
-        self._asked, self._sent, self._left = True, False, self._nbytes
-        try:
-            await self._ask()
-        except Unavailable as error:
-            self.end(error.message)
-
-    def end(self, why: str = "NATS was gone") -> None:
-        """No more comes that counts."""
-        self._ended = self._ended or why
-        self._news.set()
-
-    async def next(self) -> Msg:
-        """Raises ``_Missing``."""
-        await self._more()
-        while not self._waiting:
-            if self._ended:
-                raise _Missing(self._ended)
-            self._news.clear()
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    await self._news.wait()
-            except TimeoutError:
-                raise _Missing("no heartbeat") from None
-        message = self._waiting.popleft()
-        self._bytes -= _nbytes(message)
-        return message
-
-
-def _nbytes(message: Msg) -> int:
-    return len(message.data) + MESSAGE_BYTES
-
-
-def _counted(message: Msg) -> int:
-    """What JetStream counts of it towards the bytes that were asked for."""
-    headers = message.headers or {}
-    lines = sum(len(name) + len(value) + 4 for name, value in headers.items()) + 12 if headers else 0
-    return len(message.subject) + len(message.reply) + lines + len(message.data)
+        await reader.close()
 
 
 def _config(subject: str | Sequence[str], since: float | None, after: int) -> ConsumerConfig:
-    config = consumer(None, subject, DeliverPolicy.ALL)
+    config = consumer(subject, DeliverPolicy.ALL)
     if after:
         return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1)
     if since is not None:

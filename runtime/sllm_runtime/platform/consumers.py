@@ -15,8 +15,6 @@ from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.subjects import forget_consumer, next_messages
 
 HEARTBEAT_S: Final = 1.0
-SILENCE_S: Final = 4.0
-"""A consumer that has sent neither a message nor a heartbeat for so long is not trusted any more."""
 _GONE_AFTER_S: Final = 30.0
 """The server forgets it by itself after this long: its reader was killed."""
 _ASKED_S: Final = 3600.0
@@ -24,18 +22,16 @@ _ASKED_S: Final = 3600.0
 _NOTHING: Final = msgspec.Raw(b"")
 
 
-def consumer(inbox: str | None, subject: str | Sequence[str], policy: DeliverPolicy) -> ConsumerConfig:
-    """What sends everything under ``subject`` (or several) to ``inbox``, unacknowledged; without one, what ``ask`` has
-    it send. Its name is chosen here, so that whoever is interrupted while it is made can have it forgotten."""
+def consumer(subject: str | Sequence[str], policy: DeliverPolicy) -> ConsumerConfig:
+    """What has everything under ``subject`` (or several), and sends of it what ``ask`` asks for, unacknowledged. Its
+    name is chosen here, so that whoever is interrupted while it is made can have it forgotten."""
     return ConsumerConfig(
         name=secrets.token_hex(8),
-        deliver_subject=inbox,
         filter_subject=subject if isinstance(subject, str) else None,
         filter_subjects=None if isinstance(subject, str) else list(subject),
         deliver_policy=policy,
         ack_policy=AckPolicy.NONE,
         max_deliver=1,
-        idle_heartbeat=HEARTBEAT_S if inbox is not None else None,
         inactive_threshold=_GONE_AFTER_S,
         mem_storage=True,
         num_replicas=1,

@@ -11,13 +11,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-import nats.errors
-from nats.aio.msg import Msg
-from nats.js.api import ConsumerConfig, DeliverPolicy
+from nats.js.api import DeliverPolicy
 
-from sllm_runtime.platform.bus import Bus, Subscription
-from sllm_runtime.platform.consumers import SILENCE_S, consumer, forget
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.consumers import consumer
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.platform.reader import Lost, Reader
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,6 @@ _SYNC_S: Final = 10.0
 _AGAIN_S: Final = 0.1
 _TOLD_AGAIN_S: Final = (0.1, 0.5, 2.0, 5.0)
 """Waits before what a listener failed to take is told once more; the last one goes on."""
-_QUEUED: Final = 65536
 
 Changed = Callable[[str, bytes | None], None]
 
@@ -38,67 +36,32 @@ def is_deletion(headers: Mapping[str, str] | None) -> bool:
     return headers.get("KV-Operation") in ("DEL", "PURGE") or "Nats-Marker-Reason" in headers
 
 
-class _Again(Exception):
-    """This consumer can no longer be trusted."""
-
-
 class _Picture:
-    """One consumer's life: the last message of each subject, then every new one, checked for gaps."""
+    """One consumer's life: the last message of each subject, then every new one."""
 
     def __init__(self, bus: Bus, stream: str, subject: str) -> None:
-        self._bus = bus
-        self._stream, self._subject = stream, subject
-        self._queue: asyncio.Queue[Msg] = asyncio.Queue(_QUEUED)
-        self._subscription: Subscription | None = None
-        self._asked: ConsumerConfig | None = None
-        self._delivered = 0
+        self._reader = Reader(bus, stream, consumer(subject, DeliverPolicy.LAST_PER_SUBJECT))
         self.pending = 0
         """Messages of the first picture that are still to come."""
 
     async def open(self) -> None:
         """Make the consumer. Raises ``Unavailable``."""
-        inbox = self._bus.new_inbox()
-        self._subscription = await self._bus.subscribe_raw(inbox, self._queue.put)
-        self._asked = consumer(inbox, self._subject, DeliverPolicy.LAST_PER_SUBJECT)
-        try:
-            made = await self._bus.jetstream.add_consumer(self._stream, self._asked)
-        except nats.errors.Error as error:
-            raise Unavailable(f"{self._subject} cannot be watched: {error or type(error).__name__}") from error
-        self.pending = (made.num_pending or 0) + (made.delivered.consumer_seq if made.delivered else 0)
+        self.pending = await self._reader.open()
 
     async def next(self) -> tuple[str, int, bytes | None] | None:
         """The next (subject, sequence, data or ``None`` for a deletion); ``None``: the first picture ended without the
-        messages it was to have, since they have gone meanwhile. Raises ``_Again``."""
-        while True:
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    message = await self._queue.get()
-            except TimeoutError:
-                raise _Again("no heartbeat") from None
-            if message.reply.startswith("$JS.ACK."):
-                break
-            self._heartbeat(message)
+        messages it was to have, since they have gone meanwhile. Raises ``Lost``."""
+        while (message := await self._reader.next()) is None:
             if self.pending:
                 self.pending = 0
                 return None
         place = message.metadata
-        self._delivered += 1
-        if place.sequence.consumer != self._delivered:
-            raise _Again(f"gap before {place.sequence.consumer}")
         self.pending = min(self.pending, place.num_pending) if self.pending else 0
         data = None if is_deletion(message.headers) else message.data
         return message.subject, place.sequence.stream, data
 
-    def _heartbeat(self, message: Msg) -> None:
-        last = (message.headers or {}).get("Nats-Last-Consumer")
-        if last is not None and int(last) != self._delivered:
-            raise _Again("a message was lost")
-
     async def close(self) -> None:
-        if self._asked is not None:
-            forget(self._bus, self._stream, self._asked)
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
+        await self._reader.close()
 
 
 class Watch:
@@ -159,7 +122,7 @@ class Watch:
         try:
             await picture.open()
             await self._follow(picture)
-        except _Again as reason:
+        except Lost as reason:
             log.info("watching %s anew: %s", self._subject, reason)
         except SllmError as error:
             log.warning("%s; trying again", error.message)
@@ -228,7 +191,7 @@ async def last_messages(bus: Bus, stream: str, subject: str) -> dict[str, Last]:
                 news = await picture.next()
                 if news is not None and news[2] is not None:
                     found[news[0]] = Last(news[1], news[2])
-    except (_Again, TimeoutError) as error:
+    except (Lost, TimeoutError) as error:
         raise Unavailable(f"{subject} cannot be listed: {error or 'no answer'}") from error
     finally:
         await picture.close()

@@ -26,6 +26,8 @@ _COMMANDING: Final = (
     *(0x2028, 0x2029),  # ends of lines and paragraphs
 )
 _ONE_LINE: Final = {code: chr(code).encode("unicode_escape").decode() for code in _COMMANDING}
+_JSON: Final = {code: f"\\u{code:04x}" for code in _COMMANDING if code >= 0x7F}
+"""JSON escapes the others itself."""
 _LINES: Final = {code: shown for code, shown in _ONE_LINE.items() if chr(code) not in "\t\n"}
 
 
@@ -45,8 +47,10 @@ def value(document: Any) -> None:
 
 
 def _json(document: Any, stream: TextIO) -> str:
-    """In letters that ``stream`` has: it would write others as escapes that are none of JSON's (``streams``)."""
-    return json.dumps(document, ensure_ascii=codecs.lookup(stream.encoding or "utf-8").name != "utf-8")
+    """In letters that ``stream`` has: it would write others as escapes that are none of JSON's (``streams``). Nor with
+    any that command a terminal: a program reads the same."""
+    ascii_only = codecs.lookup(stream.encoding or "utf-8").name != "utf-8"
+    return json.dumps(document, ensure_ascii=ascii_only).translate(_JSON)
 
 
 def text(line: str) -> None:

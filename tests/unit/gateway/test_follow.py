@@ -18,7 +18,7 @@ from sllm.sse import Parser
 from sllm_gateway import follow, views
 from sllm_gateway.follow import messages
 from sllm_gateway.written import line_of
-from sllm_runtime.platform import nats_settings, owned
+from sllm_runtime.platform import owned, reader
 from sllm_runtime.platform.bus import Bus, Handler, Subscription
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.consumers import HEARTBEAT_S, ask
@@ -187,15 +187,15 @@ async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_th
     nats: Nats, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """``most``: messages that one asking may bring. Of one consumer, and each when there is room for as many."""
-    monkeypatch.setattr(follow, "QUEUED_BYTES", 2 * most * follow.MESSAGE_BYTES)
+    monkeypatch.setattr(reader, "QUEUED_BYTES", 2 * most * reader.MESSAGE_BYTES)
     made, waiting, begun = list[float](), list[int](), asyncio.Event()
     async with world(nats) as w:
         for at in range(50):
             _happens(w, "f", float(at))
         await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 50)
-        put = follow._Come.put
+        put = reader._Come.put
 
-        async def noted(come: follow._Come, message: Msg) -> None:
+        async def noted(come: reader._Come, message: Msg) -> None:
             await put(come, message)
             waiting.append(come._bytes)
             begun.set()
@@ -204,8 +204,8 @@ async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_th
             made.append(args[2].name)
             await ask(*args)
 
-        monkeypatch.setattr(follow._Come, "put", noted)
-        monkeypatch.setattr("sllm_gateway.follow.ask", asked)
+        monkeypatch.setattr(reader._Come, "put", noted)
+        monkeypatch.setattr(reader, "ask", asked)
         wanted, found = subjects.events_of("instance.ready", "f"), list[float]()
         async with aclosing(messages(w.controller.bus, subjects.EVENTS_STREAM, wanted, None)) as reading:
             async for message in reading:
@@ -214,15 +214,15 @@ async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_th
                 found.append(codec.unpack(Event, message.data).at)
                 await w.controller.bus.flush()
     assert found == [float(at) for at in range(50)]
-    assert 0 < max(waiting) <= follow.QUEUED_BYTES
+    assert 0 < max(waiting) <= reader.QUEUED_BYTES
     assert (len(set(made)), len(made) >= 50 // most) == (1, True)
 
 
 async def test_a_reader_that_lagged_until_its_consumer_was_forgotten_reads_on(
     nats: Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "QUEUED_BYTES", 4 * follow.MESSAGE_BYTES)
-    monkeypatch.setattr(follow, "SILENCE_S", 10 * GIVE_UP_S)  # that it is gone is said at once
+    monkeypatch.setattr(reader, "QUEUED_BYTES", 4 * reader.MESSAGE_BYTES)
+    monkeypatch.setattr(reader, "SILENCE_S", 10 * GIVE_UP_S)  # that it is gone is said at once
     async with world(nats) as w:
         bus, found = w.controller.bus, list[float]()
         for at in range(20):
@@ -243,16 +243,15 @@ async def test_a_reader_that_lagged_until_its_consumer_was_forgotten_reads_on(
 
 async def test_a_consumer_that_is_made_and_sends_nothing_is_said(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the servers have the rights of a release that did not ask."""
-    monkeypatch.setattr(follow, "AGAIN_S", 0.0)
-    monkeypatch.setattr(follow, "SILENCE_S", 0.01)
-
     async def lost(*_args: Any) -> None:
         pass
 
-    monkeypatch.setattr("sllm_gateway.follow.ask", lost)
     async with world(nats) as w:
         _happens(w, "f", 1.0)
         await stored(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, 1)
+        monkeypatch.setattr(follow, "AGAIN_S", 0.0)
+        monkeypatch.setattr(reader, "SILENCE_S", 0.01)
+        monkeypatch.setattr(reader, "ask", lost)
         ticks = itertools.count(step=ELECTION_S / 2)
         reading = messages(w.controller.bus, subjects.EVENTS_STREAM, OF_NODE, None, lambda: next(ticks))
         with pytest.raises(Unavailable, match="no heartbeat"):
@@ -267,7 +266,7 @@ async def test_what_a_reader_has_missed_is_read_all_the_same(
     """It is found out by the gap before what comes next, by what a heartbeat says, by there being none any more, and at
     a reconnect. What reads leaves nothing in the bus."""
     bus, node = await nats.streams(), await nats.bus(NODE)
-    monkeypatch.setattr(follow, "SILENCE_S", 2 * HEARTBEAT_S if missed == "the consumer" else 10 * GIVE_UP_S)
+    monkeypatch.setattr(reader, "SILENCE_S", 2 * HEARTBEAT_S if missed == "the consumer" else 10 * GIVE_UP_S)
     subscribe, subscribed = bus.subscribe_raw, list[str]()
     before = list(bus._reconnected._callbacks), set(bus._subscriptions)
 
@@ -309,16 +308,9 @@ async def test_what_a_reader_has_missed_is_read_all_the_same(
     assert (bus._reconnected._callbacks, set(bus._subscriptions)) == before
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before ``nats``: that server cuts off whoever lets so much wait. (It counts an asking that has just been written
-    until it looks again, so up to two of them.)"""
-    monkeypatch.setitem(nats_settings.LIMITS, "max_pending", 4 * MIB)
-
-
 async def test_a_long_history_is_sent_as_it_is_taken(narrow: None, nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection of a gateway that has other things to do holds, and what waits in it is bounded."""
-    monkeypatch.setattr(follow, "QUEUED_BYTES", 3 * MIB)
+    monkeypatch.setattr(reader, "QUEUED_BYTES", 3 * MIB)
     bus, node = await nats.streams(), await nats.bus(NODE)
     subject, part = subjects.logs(NODE, "f"), "x" * (256 * KIB)
     for number in range(96):
@@ -327,13 +319,13 @@ async def test_a_long_history_is_sent_as_it_is_taken(narrow: None, nats: Nats, m
     await stored(bus, subjects.LOGS_STREAM, subject, 96)
     gateway, cut, waiting = await nats.bus(GATEWAY), list[int](), list[int]()
     gateway.on_disconnect(lambda: cut.append(1))
-    put = follow._Come.put
+    put = reader._Come.put
 
-    async def noted(come: follow._Come, message: Msg) -> None:
+    async def noted(come: reader._Come, message: Msg) -> None:
         await put(come, message)
         waiting.append(come._bytes)
 
-    monkeypatch.setattr(follow._Come, "put", noted)
+    monkeypatch.setattr(reader._Come, "put", noted)
     found = list[int]()
     async with aclosing(messages(gateway, subjects.LOGS_STREAM, subject, None)) as reading:
         async for message in reading:
@@ -366,16 +358,16 @@ OVER = Sent(headers={"Status": "409", "Description": "Batch Completed"})
 NOBODY = Sent(headers={"Status": "503"})
 
 
-def _come(nbytes: int = follow.MESSAGE_BYTES) -> tuple[follow._Come, list[int]]:
+def _come(nbytes: int = reader.MESSAGE_BYTES) -> tuple[reader._Come, list[int]]:
     asked = list[int]()
 
     async def ask() -> None:
         asked.append(1)
 
-    return follow._Come(1, nbytes, ask), asked
+    return reader._Come(1, nbytes, ask), asked
 
 
-async def _sent(come: follow._Come, *sent: Sent) -> None:
+async def _sent(come: reader._Come, *sent: Sent) -> None:
     """None of them waits for the reader."""
     for each in sent:
         await asyncio.wait_for(come.put(cast(Msg, each)), GIVE_UP_S)
@@ -384,20 +376,20 @@ async def _sent(come: follow._Come, *sent: Sent) -> None:
 async def test_small_messages_that_are_not_taken_are_bounded_too_and_an_end_waits_for_nobody() -> None:
     """Whatever the server sends."""
     come, _ = _come()
-    most = follow.QUEUED_BYTES // follow.MESSAGE_BYTES
+    most = reader.QUEUED_BYTES // reader.MESSAGE_BYTES
     await _sent(come, *(Sent(b"%d" % number, "$JS.ACK.x") for number in range(2 * most)))
     come.end()
     found = list[bytes]()
     while come._waiting:
         found.append((await come.next()).data)
-    with pytest.raises(follow._Missing, match="more came"):
+    with pytest.raises(reader.Lost, match="more came"):
         await come.next()
     assert found == [b"%d" % number for number in range(len(found))], "what had come by then is read"
     assert most // 2 < len(found) <= most
 
 
 async def test_more_is_asked_for_once_all_has_come_and_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "QUEUED_BYTES", 5 * follow.MESSAGE_BYTES)
+    monkeypatch.setattr(reader, "QUEUED_BYTES", 5 * reader.MESSAGE_BYTES)
     come, asked = _come()
     small = Sent(b"", "$JS.ACK.x")
     await _sent(come, small)
@@ -422,12 +414,12 @@ async def test_more_is_asked_for_though_all_of_the_bytes_have_come(
 ) -> None:
     """To the very last of them: JetStream ends that without a word, and sends no more."""
     bus, node, gateway = await nats.streams(), await nats.bus(NODE), await nats.bus(GATEWAY)
-    subject, put = subjects.logs(NODE, "f"), follow._Come.put
+    subject, put = subjects.logs(NODE, "f"), reader._Come.put
     counted, askings = list[int](), list[str | None]()
 
-    async def noted(come: follow._Come, message: Msg) -> None:
-        if message.reply.startswith(follow._STORED):
-            counted.append(follow._counted(message))
+    async def noted(come: reader._Come, message: Msg) -> None:
+        if message.reply.startswith(reader._STORED):
+            counted.append(reader._counted(message))
         await put(come, message)
 
     async def asked(bus: Bus, stream: str, made: ConsumerConfig, *more: Any) -> None:
@@ -438,15 +430,15 @@ async def test_more_is_asked_for_though_all_of_the_bytes_have_come(
         async with aclosing(messages(gateway, subjects.LOGS_STREAM, subject, None)) as found:
             return [len((await anext(found)).data or b"") for _ in sizes]
 
-    monkeypatch.setattr(follow._Come, "put", noted)
-    monkeypatch.setattr(follow, "ask", asked)
+    monkeypatch.setattr(reader._Come, "put", noted)
+    monkeypatch.setattr(reader, "ask", asked)
     sizes = [5000, 5000, 1]
     for size in sizes:
         await node._client.publish(subject, bytes(size), headers=headers)
     await node.flush()
     await stored(bus, subjects.LOGS_STREAM, subject, len(sizes))
     assert await read() == sizes
-    monkeypatch.setattr(follow, "QUEUED_BYTES", 2 * sum(counted[:2]))
+    monkeypatch.setattr(reader, "QUEUED_BYTES", 2 * sum(counted[:2]))
     askings.clear()
     assert await read() == sizes
     assert len(askings) >= 2
@@ -459,7 +451,7 @@ async def test_who_answers_an_asking_with_no_message_is_not_asked_again(status: 
     await _sent(come, Sent(b"", "$JS.ACK.x"))
     await come.next()
     await _sent(come, status)
-    with pytest.raises(follow._Missing, match=status.headers["Status"] if status.headers else ""):
+    with pytest.raises(reader.Lost, match=status.headers["Status"] if status.headers else ""):
         await come.next()
     assert len(asked) == 1
 

@@ -1,3 +1,3 @@
-from tests.fixtures.nats import nats
+from tests.fixtures.nats import narrow, nats
 
-__all__ = ["nats"]
+__all__ = ["narrow", "nats"]

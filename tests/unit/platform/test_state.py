@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from nats.errors import TimeoutError as NatsTimeout
 from nats.js.api import ConsumerConfig, PubAck
 from nats.js.errors import APIError
 
+from sllm_runtime.platform import reader as reading
 from sllm_runtime.platform import state
 from sllm_runtime.platform import watch as watching
 from sllm_runtime.platform.bus import Handler, Subscription
@@ -19,7 +21,7 @@ from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.streams import STATE_STREAM
 from sllm_runtime.platform.watch import Last, Watch, last_messages
 from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
-from sllm_runtime.protocol.limits import PROTOCOL_VERSION
+from sllm_runtime.protocol.limits import KIB, PROTOCOL_VERSION
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, Term
 from sllm_runtime.protocol.subjects import TERM_KEY, function_key, node_key
@@ -296,6 +298,27 @@ async def test_what_a_watcher_fails_to_take_is_told_again(nats: Nats, caplog: py
     await watch.close()
 
 
+async def test_a_picture_larger_than_what_may_wait_is_told_all_the_same(narrow: None, nats: Nats) -> None:
+    """Also to who has other things to do; its connection holds."""
+    bus, gateway = await nats.streams(), await nats.bus(GATEWAY)
+    subjects = {f"$KV.sllm_state.nodes.n{number}" for number in range(96)}
+    for subject in subjects:
+        await bus.jetstream.publish(subject, bytes(256 * KIB))
+    cut, told = list[int](), set[str]()
+    gateway.on_disconnect(lambda: cut.append(1))
+
+    def changed(subject: str, _data: bytes | None) -> None:
+        told.add(subject)
+        time.sleep(0.01)
+
+    watch = Watch(gateway, STATE_STREAM, "$KV.sllm_state.nodes.>", changed)
+    await watch.start()
+    assert told == subjects
+    await watch.close()
+    assert (await last_messages(gateway, STATE_STREAM, "$KV.sllm_state.nodes.>")).keys() == subjects
+    assert not cut
+
+
 async def test_a_watch_of_nothing_is_ready_at_once(nats: Nats) -> None:
     await _leader(nats)
     reader = await StateStore.open(await nats.bus(GATEWAY), create=False)
@@ -311,7 +334,7 @@ async def test_a_watch_that_has_missed_something_looks_again(
     """By the gap before what comes next, by what a heartbeat says, or by there being none any more."""
     leader = await _leader(nats)
     reader = await StateStore.open(await nats.bus(GATEWAY), create=False)
-    monkeypatch.setattr(watching, "SILENCE_S", 2 * HEARTBEAT_S if missed == "the consumer" else 10 * GIVE_UP_S)
+    monkeypatch.setattr(reading, "SILENCE_S", 2 * HEARTBEAT_S if missed == "the consumer" else 10 * GIVE_UP_S)
     subscribe, subscribed = reader._bus.subscribe_raw, list[str]()
 
     async def lossy(subject: str, handler: Handler) -> Subscription:

@@ -1,6 +1,7 @@
 """What people see: ids that can be copied whole from a terminal of any width, and text of others that commands none."""
 
 import io
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -186,3 +187,12 @@ def test_a_table_on_a_terminal_commands_none(terminal: Terminal) -> None:
 def test_what_is_printable_stays() -> None:
     assert output.printable("a\tb\né😀 \\x1b") == "a\tb\né😀 \\x1b"
     assert output.one_line("a\tb\né\u2028") == r"a\tb\né\u2028"
+
+
+def test_json_commands_no_terminal_and_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    document = {"why\u202e": "".join(map(chr, range(0x300))) + "\u2066\u2028é😀"}
+    output.value(document)
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == document
+    assert not {code for code in map(ord, shown.rstrip("\n")) if code in output._COMMANDING}
+    assert "é😀" in shown
