@@ -243,6 +243,7 @@ async def test_a_reader_that_lagged_until_its_consumer_was_forgotten_reads_on(
 
 async def test_a_consumer_that_is_made_and_sends_nothing_is_said(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the servers have the rights of a release that did not ask."""
+
     async def lost(*_args: Any) -> None:
         pass
 
