@@ -169,6 +169,11 @@ class Calls:
         await self._link.close()
 
     # --- the caller's side ------------------------------------------------------------------------
+    @property
+    def draining(self) -> bool:
+        """Whether no call is begun any more, since this gateway ends."""
+        return self._draining
+
     def require_open(self) -> None:
         """Raises ``Draining`` where no call is begun any more."""
         if self._draining:

@@ -256,7 +256,8 @@ class Detached:
                 await self._write_again(run, frames)
                 await self._follow(run)
                 call.settle()
-                if not isinstance(call.error, Draining):  # else its next life goes on with it
+                stopped = self._calls.draining and isinstance(call.error, Draining)
+                if not stopped:  # else its next life goes on with it
                     await self._end(run, call.state, call.error)
             except JournalExpired as error:  # nobody has it, and it may be that somebody still reads it
                 log.error("the journal is gone: %s", error.message, extra={"call": call.id})
@@ -342,8 +343,9 @@ class Detached:
     async def _write(self, run: _Run) -> None:
         """What has come: whole values, so that nobody begins to read half a one that another instance says anew."""
         call = run.call
-        if call.state is CallState.RUNNING and run.epoch != call.epoch:
-            await self._began(run)
+        while run.epoch != call.epoch and (call.state is CallState.RUNNING or call.frames):
+            if not await self._began(run) and call.over:
+                break
         cost = call.buffered
         call.held += call.take()
         end = whole(call.held)
@@ -353,23 +355,27 @@ class Detached:
         if cost:
             self._calls.consumed(call, cost, self._clock())
 
-    async def _began(self, run: _Run) -> None:
-        """An instance has it. One that can neither go on elsewhere nor begin again is said to be begun before any
-        instance hears of it: whoever takes it up must not run it a second time. It is spared where that instance is
-        not to hear of it any more. Raises as ``_insist``."""
+    async def _began(self, run: _Run) -> bool:
+        """An instance has it, or had: before anything that it has said, which only one of its numerics class goes on
+        with. One that can neither go on elsewhere nor begin again is said to be begun before any instance hears of it:
+        whoever takes it up must not run it a second time. False: it is spared, since that instance is not to hear of
+        it any more. Raises as ``_insist``."""
         call = run.call
-        run.epoch, where = call.epoch, call.binding
+        epoch, where = call.epoch, call.binding
         began = Began(
             at=self._wall(),
             numerics=call.numerics or (where.entry.fingerprint if where is not None else ""),
-            epoch=call.epoch,
+            epoch=epoch,
             instance=where.instance if where is not None else "",
             exact=call.exact and (where is None or where.entry.exact),
         )
         keep = _order_s(call.version)
         async with run.writing:
             write = functools.partial(self._journal.write, run.stream, call.id, began, keep, run.fence)
-            await self._insist(call.id, run.until, write, lambda: call.over or call.binding is not where)
+            if not await self._insist(call.id, run.until, write, lambda: call.over or call.binding is not where):
+                return False
+            run.epoch = epoch
+        return True
 
     async def _write_batches(self, run: _Run, frames: Sequence[Frame]) -> bool:
         """Whether all of them are written: there was room, or the call has not failed meanwhile."""

@@ -18,6 +18,7 @@ from sllm_runtime.protocol.errors import (
     CallMoved,
     Cancelled,
     DeadlineExceeded,
+    Draining,
     GatewaySilent,
     InstanceLost,
     NotDeterministic,
@@ -114,7 +115,7 @@ class Ending:
                 "there are fewer outputs than before the call's gateway died: its function is not deterministic; call"
                 " again"
             )
-        if isinstance(error, InstanceLost):
+        if isinstance(error, InstanceLost | Draining):
             self._dispatcher.refused(call, binding.instance, gone=True)
         else:
             self._dispatcher.release(call, binding.instance)
@@ -125,6 +126,8 @@ class Ending:
         if error is None and not call.over:
             call.answered(end)
             call.wake()
+        elif error is not None and end.unseen and binding.inbox.next_index == 1 and not call.over:
+            self._elsewhere(call)  # END is all that came of it
         elif error is not None and not self._again(call, error, stopped=stopped):
             call.end = end
             self._end_with(call, error)
@@ -155,6 +158,12 @@ class Ending:
             call.error = error
             call.go(CallState.FAILED)
             call.wake()
+
+    def _elsewhere(self, call: Call) -> None:
+        """As where its instance had refused it: what it has of others stands."""
+        call.attempts -= 1
+        call.go_on(self._clock())
+        self._dispatcher.submit_again(call)
 
     def _again(self, call: Call, error: SllmError, *, stopped: bool) -> bool:
         """Whether another instance has it: it goes on, or begins again. ``stopped``: see ``Call.break_off``."""

@@ -170,7 +170,7 @@ class Keeping:
                 " reads it. Read it by the same request without `Prefer`, or use a new key",
                 field=KEY,
             )
-        journaled, _ = await self._journal.now(stream_of(order), call)
+        journaled = await self._journal.outline(call)
         headers: Headers = [
             _JSON,
             (b"location", f"/v1/calls/{call}".encode()),

@@ -24,7 +24,7 @@ from sllm_gateway.table import Version
 from sllm_gateway.under_way import Next, UnderWay, going, together
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import InstanceLost, NotDeterministic, SllmError
+from sllm_runtime.protocol.errors import Draining, InstanceLost, NotDeterministic, SllmError
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, Frame, Open, Resend, Segment
 from sllm_runtime.protocol.records import RouteEntry
@@ -202,8 +202,9 @@ class Moves:
         try:
             _, dropped = move.take(binding.on_frames(frames, now), now)
         except SllmError as error:
-            call.stays = call.stays or not isinstance(error, InstanceLost)
-            self.drop(call, error.message, gone=isinstance(error, InstanceLost))
+            gone = isinstance(error, InstanceLost | Draining)
+            call.stays = call.stays or not gone
+            self.drop(call, error.message, gone=gone)
             return
         binding.inbox.consume(dropped)
         self._link.send_all_later(binding.node, binding.acknowledge(now))

@@ -14,7 +14,7 @@ from sllm_gateway.outputs import Body, Stream
 from sllm_gateway.server import CLOSE_AFTER_S, Connection
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import PROGRESS_EVERY_S
-from sllm_runtime.protocol.errors import Cancelled, InternalError, SlowConsumer
+from sllm_runtime.protocol.errors import Cancelled, InternalError, SllmError, SlowConsumer
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.http import CALL_ID, SERVER_TIMING
 from sllm_runtime.protocol.node import Progress
@@ -56,7 +56,12 @@ class Responder:
         write_now = self._write_now(call, encoder, _chunks(scope, send, connection), connection, pause)
         while True:
             cost = call.buffered
-            data = _taken(call, encoder, self._clock())
+            try:
+                data = _taken(call, encoder, self._clock())
+            except SllmError as error:  # no right worker sends such a frame
+                data = b""
+                self._calls.fail(call, error)
+                call.error = call.error or error  # also of one that had ended well
             over = call.over
             if over:
                 data += self._closing(call, encoder)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from sllm_runtime.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     GatewaySilent,
     InstanceLost,
     InvalidRequest,
@@ -20,8 +21,8 @@ NEVER = (InvalidRequest, Cancelled, DeadlineExceeded, NotDeterministic, OutputTo
 
 def worth_resuming(error: SllmError) -> bool:
     """Whether an engine-backed call goes on elsewhere after ``error``: its instance is gone, whatever the reason, or
-    its node gave it up while this gateway stood still."""
-    return isinstance(error, InstanceLost | GatewaySilent)
+    ends, or its node gave it up while this gateway stood still."""
+    return isinstance(error, InstanceLost | Draining | GatewaySilent)
 
 
 def worth_retrying(error: SllmError) -> bool:

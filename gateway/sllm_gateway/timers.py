@@ -164,8 +164,9 @@ class Timers:
     def _seen(self, call: Call) -> Seen:
         binding, marks = call.binding, call.marks
         running = binding is not None and binding.accepted and not call.over and self._link.connected
-        unread = call.order.stream and call.buffered > 0  # or being written to a journal, which may take its time
-        idle = running and not call.frames and not unread and call.writing is None
+        # Or being written to a journal, which may take its time. Of what is not streamed all waits for its end.
+        unread = call.order.stream and (bool(call.frames) or call.buffered > 0)
+        idle = running and not unread and call.writing is None
         return Seen(
             accepted=call.order.accepted,
             waited=marks.waited if binding is None and not call.over else None,

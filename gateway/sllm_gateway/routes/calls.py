@@ -175,7 +175,7 @@ class CallRoutes:
                 await _cancelled(send, call, known.state)
                 return
             stream, _ = await self._found(call)
-            journaled, _ = await self._journal.now(stream, call)
+            journaled = await self._journal.outline(call)
             state = journaled.state
             if journaled.ended is None:  # its gateway is away: whoever goes on with it reads this
                 await self._journal.write(stream, call, CancelAsked(), known_s(0.0))
@@ -189,7 +189,7 @@ class CallRoutes:
         try:
             async with asyncio.timeout(HEARD_S):
                 while not await self._cancelled_somewhere(call):
-                    journaled = (await self._journal.now(stream, call))[0]
+                    journaled = await self._journal.outline(call)
                     state = journaled.state
                     if journaled.ended is not None:
                         return state

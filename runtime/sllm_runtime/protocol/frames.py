@@ -107,6 +107,8 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     """Of the call itself, from its arrival at the worker."""
     stopped: bool = False
     """Its instance was ended in order while it ran: no call had a part in that."""
+    unseen: bool = False
+    """No function has seen the call: its instance ends, and it goes to another one as if it had not been here."""
     yielded: bool | None = None
     """Of a function that succeeded: whether its outputs are what it yielded, else there is one, which it returned.
     Workers of the version before do not say: then it is as the manifest has it."""

@@ -134,8 +134,9 @@ class Call:
             self.task.cancel()
 
     # --- end ----------------------------------------------------------------------------------------
-    def end(self, error: ErrorBody | None) -> None:
-        """Send the last frame. What ends well before it has made all that its caller has, ends as another output."""
+    def end(self, error: ErrorBody | None, *, unseen: bool = False) -> None:
+        """Send the last frame. What ends well before it has made all that its caller has, ends as another output.
+        ``unseen`` as ``End`` has it."""
         if error is None and self._outputs < self.head.delivered:
             error = self._differs(f"there were {self._outputs} outputs, {self.head.delivered} were delivered").body()
         now = time.perf_counter()
@@ -146,7 +147,8 @@ class Call:
         )
         usage = self.usage if self.usage != Usage() else None
         late = () if self._late is None else self._late(self._arrived)
-        self.outgoing.end(End(error=error, usage=usage, spans=(*late, *spans), yielded=self.yielded))
+        end = End(error=error, usage=usage, spans=(*late, *spans), unseen=unseen, yielded=self.yielded)
+        self.outgoing.end(end)
 
 
 def _json(value: Any) -> bytes:

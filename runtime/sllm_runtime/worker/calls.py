@@ -91,7 +91,7 @@ class Calls:
         outgoing = Outgoing(message.number, self._sender, message.head.credit)
         call = Call(message.number, message.head, outgoing, resumable=self._resumable, late=self._late)
         if self._draining:
-            call.end(Draining("this instance is stopping").body())
+            call.end(Draining("this instance is stopping").body(), unseen=True)
             return
         self._running[message.number] = call
         self._idle.clear()

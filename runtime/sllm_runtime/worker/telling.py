@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.protocol.frames import Delta, FinishReason, TokenLogprob, ToolDelta
+from sllm_runtime.protocol.limits import KIB
 from sllm_runtime.worker.engine.base import TokenChoice
 from sllm_runtime.worker.engine.sinks import Piece
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
@@ -49,14 +50,21 @@ class Shown:
         return text, text.encode()
 
 
+_TEXT: Final = 8 * KIB
+"""Characters of one delta: with those log probabilities, still less than that."""
+
+
 def parted(delta: Delta) -> Iterator[Delta]:
-    """``delta`` in parts that each go into one frame, text and end with the last: of a prompt that is scored there may
-    be far more log probabilities."""
-    scores = delta.logprobs
+    """``delta`` in parts that each go into one frame, the end with the last: of a prompt that is scored, or repeated,
+    there may be far more log probabilities, or text."""
+    scores, text = delta.logprobs, delta.text
     last = max(0, len(scores) - 1) // _SCORES * _SCORES
     for at in range(0, last, _SCORES):
         yield Delta(delta.choice, "", None, scores[at : at + _SCORES])
-    yield msgspec.structs.replace(delta, logprobs=scores[last:])
+    for at in range(0, len(text) - _TEXT, _TEXT):
+        yield Delta(delta.choice, text[at : at + _TEXT])
+    told = max(0, len(text) - 1) // _TEXT * _TEXT
+    yield msgspec.structs.replace(delta, text=text[told:], logprobs=scores[last:])
 
 
 @dataclass(slots=True)

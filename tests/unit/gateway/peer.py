@@ -104,9 +104,16 @@ class Run:
         self.outbox.push(FrameKind.DELTA, codec.pack(Delta(choice, text, finish, logprobs, calls)))
         self.node.flush(self)
 
-    def end(self, error: SllmError | None = None, usage: Usage | None = None, *, yielded: bool | None = None) -> None:
+    def end(
+        self,
+        error: SllmError | None = None,
+        usage: Usage | None = None,
+        *,
+        unseen: bool = False,
+        yielded: bool | None = None,
+    ) -> None:
         body = error.body() if error is not None else None
-        self.outbox.push(FrameKind.END, codec.pack(End(error=body, usage=usage, yielded=yielded)))
+        self.outbox.push(FrameKind.END, codec.pack(End(error=body, usage=usage, unseen=unseen, yielded=yielded)))
         self.node.flush(self)
 
     async def room(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from sllm.sse import Parser
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.ctl import Acquired
-from sllm_runtime.protocol.errors import Cancelled, ErrorBody, FunctionError
+from sllm_runtime.protocol.errors import Cancelled, Draining, ErrorBody, FunctionError
 from sllm_runtime.protocol.frames import End, FrameKind, Opened
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.timeline import Span, parse_comment
@@ -348,6 +348,25 @@ async def test_an_instance_whose_node_is_not_there_is_dropped_at_once(
         assert [opened.head.instance for opened in w.node.opened] == ["i2"]
 
 
+@pytest.mark.parametrize("seen", [False, True])
+async def test_what_an_instance_that_ends_has_not_begun_goes_to_another_one(nats: Nats, seen: bool) -> None:
+    """Without ``retries``: no function has seen it. One that has said something is believed nothing of the kind."""
+
+    async def leaves(run: Run) -> None:
+        if run.head.instance == "i2":
+            return await count(run)
+        if seen:
+            run.out(0)
+        run.end(Draining("this instance is stopping"), unseen=True)
+        return None
+
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry("i1"), entry("i2"), script=leaves)
+        answers = [await w.http.post("/fn/count", json={"n": 1}) for _ in range(4)]
+        assert [each.status_code for each in answers].count(503) == seen
+        assert [opened.head.instance for opened in w.node.opened].count("i1") == 1, "it is left alone after that"
+
+
 async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> None:
     async def never(run: Run) -> None:
         await run.cancelled.wait()
@@ -356,11 +375,13 @@ async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> Non
     async with world(nats) as w:
         await w.deploy(manifest("idle", idle_timeout=0.2), entry("i2"), script=never)
         await w.deploy(manifest("full", queue_timeout=0.2), script=never)
-        for name, status, code in [
-            ("idle", 504, "idle_timeout"),
-            ("full", 503, "queue_timeout"),
+        await w.deploy(manifest("stops", idle_timeout=0.2), entry("i3"), script=hang)
+        for name, how, status, code in [
+            ("idle", SSE, 504, "idle_timeout"),
+            ("full", SSE, 503, "queue_timeout"),
+            ("stops", {}, 504, "idle_timeout"),  # all of an answer that is not streamed waits here for its end
         ]:
-            response = await w.http.post(f"/fn/{name}", headers=SSE)
+            response = await w.http.post(f"/fn/{name}", headers=how)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         for patience in (1.0, 10.0, 40.0):
             await w.deploy(manifest("slow", timeout=patience), entry(), script=never)

@@ -27,12 +27,13 @@ from sllm_gateway.stored import Stored
 from sllm_gateway.timers import TICK_S
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.calls import Batch, Began, CallOrder, Entry, Kept, KeyClaim, Reading, entry_name
-from sllm_runtime.protocol.errors import CallMoved, InstanceLost, Unavailable
-from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Usage
+from sllm_runtime.protocol.errors import CallMoved, Draining, InstanceLost, Unavailable
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Opened, Usage
 from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
 from sllm_runtime.protocol.lives import LIVES_AGE_S
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
+from tests.fixtures.nats import stored as in_stream
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
 from tests.unit.gateway.test_succession import asked
@@ -424,6 +425,65 @@ async def test_an_answer_that_lost_its_beginning_or_all_of_it_does_not_seem_whol
         again = await w.http.post("/fn/gate", json={}, headers=key("k"))
         assert (again.status_code, again.json()["error"]["code"]) == (410, "journal_expired")
         assert (await state_of(w.http, call))["result"] is None
+
+
+async def test_one_whose_instance_takes_no_more_ends_though_its_gateway_lives(nats: Nats) -> None:
+    """By the same word as where its gateway stops, when its next life goes on with it."""
+
+    async def leaves(run: Run) -> None:
+        run.out(0)
+        run.end(Draining("this instance is stopping"))
+
+    async with world(nats) as w:
+        await w.deploy(manifest("leaves"), entry(), script=leaves)
+        call = (await w.http.post("/fn/leaves", json={}, headers=ASYNC)).json()["id"]
+        assert (await reaches(w.http, call, "FAILED"))["error"]["code"] == "draining"
+
+
+async def test_what_came_of_an_instance_is_known_to_be_its_own(nats: Nats) -> None:
+    """It dies with its first frames, before anything is written, and the gateway stops while another one is awaited:
+    the next life goes on where the numerics are the same."""
+    told = manifest("count", engine=True, resumable=True, model="file:///m")
+
+    async def dies(run: Run) -> None:
+        run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, 0, (5,))))
+        run.out(0)
+        run.end(InstanceLost("the worker was killed"))
+
+    async def goes_on(run: Run) -> None:
+        for number in range(run.head.delivered, 3):
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (5 + number,))))
+            run.out(number)
+        run.end()
+
+    async with world(nats) as w:
+        w.node.judge = lambda _: Opened(status="busy" if w.node.runs else "accepted")
+        await w.deploy(told, entry("i1", fingerprint="A"), script=dies)
+        call = (await w.http.post("/fn/count", json={}, headers=ASYNC)).json()["id"]
+        batch = subjects.call_entry(subjects.CALLS_STREAM, call, entry_name(Batch, 0))
+        await in_stream(w.controller.bus, subjects.CALLS_STREAM, batch, 1)
+    async with world(nats, {"count": goes_on}) as w:
+        await w.deploy(told, entry("i2", fingerprint="A"), script=goes_on)
+        assert await events_of(w.http, call) == written(0, 1, 2)
+
+
+async def test_who_repeats_a_key_or_cancels_reads_no_answer(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To say how a call stands no more of it is read than that, however large its answer is."""
+    async with world(nats) as w:
+        await w.deploy(manifest("count"), entry(), script=count)
+        headers = ASYNC | key("k")
+        call = (await w.http.post("/fn/count", json={"n": 3}, headers=headers)).json()["id"]
+        await reaches(w.http, call, "SUCCEEDED")
+        w.gateway._recent._ended.clear()  # as at another gateway
+
+        def refused(*_: Any) -> None:
+            raise AssertionError("all of it is read")
+
+        monkeypatch.setattr(Journal, "entries", refused)
+        again = await w.http.post("/fn/count", json={"n": 3}, headers=headers)
+        assert (again.status_code, again.json()) == (202, {"id": call, "state": "SUCCEEDED"})
+        cancelled = await w.http.post(f"/v1/calls/{call}/cancel")
+        assert (cancelled.status_code, cancelled.json()["state"]) == (202, "SUCCEEDED")
 
 
 async def test_cancel_ends_it_and_is_repeatable(nats: Nats) -> None:

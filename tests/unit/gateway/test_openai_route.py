@@ -12,7 +12,7 @@ import pytest
 from sllm_gateway.openai.requests import read
 from sllm_gateway.sse import HEARTBEAT
 from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument, InvalidRequest
-from sllm_runtime.protocol.frames import TokenLogprob, ToolDelta, Usage
+from sllm_runtime.protocol.frames import FrameKind, TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.openai_requests import ChatRequest
 from tests.fixtures.nats import Nats
@@ -347,6 +347,20 @@ async def test_an_error_in_mid_stream_reaches_the_client(nats: Nats) -> None:
         text = (await w.http.post("/v1/completions", json=body)).text
     assert "[DONE]" not in text
     assert text.split("\n\n")[1].startswith('data: {"error":')
+
+
+async def test_what_no_worker_may_say_in_mid_stream_is_an_error_event(nats: Nats) -> None:
+    async def raves(run: Run) -> None:
+        run.outbox.push(FrameKind.DELTA, b"no delta")
+        run.node.flush(run)
+        run.end()
+
+    async with world(nats) as w:
+        await model(w, raves)
+        answer = await w.http.post("/v1/completions", json={"model": "coder", "prompt": "x", "stream": True})
+    assert answer.status_code == 200
+    assert "[DONE]" not in answer.text
+    assert '"code":"protocol_error"' in answer.text
 
 
 async def test_models_and_unknown_fields(nats: Nats, caplog: pytest.LogCaptureFixture) -> None:

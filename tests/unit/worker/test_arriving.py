@@ -146,18 +146,37 @@ def test_a_loaderd_that_goes_away_takes_the_instance_along_and_no_call(
         zygote.exited(zygote.count)
 
 
+BEGUN = {
+    "user.py": """
+import os, time
+
+def fn(model, until: str = ""):
+    yield "begun"
+    while until and not os.path.exists(until):
+        time.sleep(0.01)
+    if not until:
+        yield from model.generate("def f")
+"""
+}
+
+
 def test_weights_that_break_off_fail_the_call_and_end_the_instance(
     proof: tuple[str, list[Any]], zygote: Zygote, loaderd: ScriptedLoaderd, tmp_path: Path
 ) -> None:
     worker = zygote.spawn()
     try:
-        begun = bundle_of({"user.py": "def fn(model):\n    yield 'begun'\n    yield from model.generate('def f')\n"})
-        worker.start(MADE, begun, workdir=tmp_path / "w", session=loaderd.session, proof=proof[0])
-        call = worker.call()
-        worker.outputs(call, 1)  # calls that come later are sent to other instances
+        worker.start(MADE, bundle_of(BEGUN), workdir=tmp_path / "w", session=loaderd.session, proof=proof[0])
+        call, holds = worker.call(), worker.call({"until": str(tmp_path / "over")})
+        worker.outputs(call, 1)
+        worker.outputs(holds, 1)
         loaderd.land(0)
         loaderd.fail(CorruptCheckpoint("chunk 3 has another digest"))
         assert worker.finish(call).error.code == "corrupt_checkpoint"
+        late = worker.finish(worker.call()).end  # while the instance waits for what still runs
+        assert late is not None
+        assert (late.error and late.error.code, late.unseen) == ("draining", True), "it goes to another instance"
+        (tmp_path / "over").touch()
+        assert worker.finish(holds).outputs == ["begun"]
         worker.until(lambda: worker.failed is not None)
         assert worker.failed is not None
         assert (worker.failed.error.code, worker.failed.error.stage) == ("corrupt_checkpoint", WEIGHTS)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from sllm_runtime.protocol.frames import TokenLogprob
+from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.frames import Delta, TokenLogprob
+from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.worker.engine.base import TokenChoice
-from sllm_runtime.worker.telling import Shown
+from sllm_runtime.worker.telling import _TEXT, Shown, parted
 from sllm_runtime.worker.tokens import Tokens
 from tests.fixtures.vocabularies import byte_level, llama
 
@@ -50,3 +52,16 @@ def test_a_tokenizer_that_cannot_be_read_is_shown_as_it_decodes() -> None:
     tokens, show = shown(llama, eos=frozenset())
     (told,) = show([TokenChoice(tokens.encode("b a")[-1], -0.5)])
     assert (told.token, told.raw) == ("a", ())
+
+
+@pytest.mark.parametrize("letters", [0, 1, _TEXT, _TEXT + 1, 3 * _TEXT, 100_000])
+def test_a_prompt_that_is_repeated_is_told_in_parts_that_each_go_into_one_frame(letters: int) -> None:
+    text = "é😀" * (letters // 2) + "x" * (letters % 2)
+    scores = tuple(TokenLogprob(f"t{number}", -1.0) for number in range(60))
+    whole = Delta(1, text, "length", scores)
+    parts = list(parted(whole))
+    assert "".join(part.text for part in parts) == text
+    assert tuple(score for part in parts for score in part.logprobs) == scores
+    assert [part.finish for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert max(len(codec.pack(part)) for part in parts) < MAX_PART
+    assert all(part.text or part.logprobs or part.finish for part in parts)
