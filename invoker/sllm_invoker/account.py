@@ -78,4 +78,5 @@ class Account:
             context=self.context if work is not None and work.running else 0,
             release_s=self.release_s,
             proof=self._proof if now - self._ready_at < PROOF_S else "",
+            content=order.content,
         )

@@ -34,6 +34,30 @@ def wanted(manifest: Manifest, *, least: int, running: int, waiting: int) -> int
     return min(max(least, slots), manifest.max_instances)
 
 
+def lack(view: View, key: Key, manifest: Manifest, live: Sequence[Instance]) -> int:
+    """Instances that version ``key`` wants beside those of it that are ``live``."""
+    there, running = counted(view, live)
+    return wanted(manifest, least=floor(view, key, manifest), running=running, waiting=view.demand(key)) - there
+
+
+def counted(view: View, live: Sequence[Instance]) -> tuple[int, int]:
+    """How many there are ``live`` for calls, and the calls that these run. One that calls move to is there for them
+    alone, so it counts as one with where they come from; what has moved both may report for a moment."""
+    there, running = len(live), sum(instance.running for instance in live)
+    if not view.migrations:
+        return there, running
+    named = {instance.record.instance: instance for instance in live}
+    for move in view.migrations.values():
+        destination, source = named.get(move.destination), view.instances.get(move.source)
+        if move.ended is not None or destination is None:
+            continue
+        left = source.running if source is not None else 0
+        if move.source in named:
+            there, running = there - 1, running - left
+        running += min(left, destination.manifest.concurrency - destination.running)
+    return there, running
+
+
 def keep_s(instance: Instance) -> float:
     """Seconds that it may be idle. ``"load-time"`` (ServerlessLLM, section 7: a keep-alive equal to the loading
     latency): what its start was expected to take, less the wait for what made room for it; by a policy that expects

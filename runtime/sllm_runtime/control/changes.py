@@ -64,7 +64,7 @@ def routes(view: View, functions: frozenset[str]) -> dict[Key, Route]:
     return {key: made for key, made in found if made is not None}
 
 
-def _kept(instance: Instance | None) -> InstanceRecord | None:
+def kept(instance: Instance | None) -> InstanceRecord | None:
     """What of an instance is stored: its placement, that it is ready, and nothing once it has ended. A start's steps
     are not: a new controller hears them from the node."""
     if instance is None or instance.ended:
@@ -97,8 +97,8 @@ def writes(old: View, new: View, old_routes: Mapping[Key, Route], new_routes: Ma
     rerouted = sorted(differing(old_routes, new_routes), key=lambda item: not (item[2] is not None and item[2].active))
     found += [Write(subjects.route_key(*k), after) for k, _, after in rerouted]
     for name, before, after in differing(old.instances, new.instances):
-        if _kept(before) != _kept(after):
-            found.append(Write(subjects.instance_key(name), _kept(after)))
+        if kept(before) != kept(after):
+            found.append(Write(subjects.instance_key(name), kept(after)))
     for key, _, proofs in differing(old.learned.proofs, new.learned.proofs):
         record = ProofsRecord(function=key[0], version=key[1], proofs=proofs) if proofs else None
         found.append(Write(subjects.proofs_key(*key), record))

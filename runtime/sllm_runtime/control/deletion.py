@@ -84,7 +84,7 @@ class Deletions:
         """Until the store has it: whoever is told that it is deleted never sees it again."""
         while True:
             try:
-                await self._loop.commit(lambda view: registry.remove(view, name))
+                await self._loop.commit(lambda view: removed(view, name))
                 return
             except Unavailable as error:  # after a while, by itself
                 log.warning("it is deleted later: %s", error.message, extra={"function": name})
@@ -101,6 +101,12 @@ def leaving(view: View, name: str, *, force: bool) -> View:
             if force or instance.stop is None:
                 view = instances.stop(view, instance, "the function is deleted", grace)
     return view
+
+
+def removed(view: View, name: str) -> View:
+    """Without the function, if it is to go still: what has its name by now may be another one."""
+    record = view.functions.get(name)
+    return registry.remove(view, name) if record is not None and record.deleting else view
 
 
 def gone(view: View, name: str) -> bool | None:

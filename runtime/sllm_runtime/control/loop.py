@@ -9,7 +9,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
@@ -110,22 +110,28 @@ class Loop:
         ``NotStorable``, ``Unavailable``."""
         async with self._turn():
             stored: list[changes.Write] = []
+            tried: list[tuple[View, list[changes.Write]]] = []
             after = step(self.view)
             try:
                 # Others change the view meanwhile: what was stored must be what is decided now.
                 while (decided := changes.decided(self.view, after)) != stored:
+                    tried.append((after, decided))
                     await self._ledger.stored(decided, STORE_S)
                     stored, after = decided, step(self.view)
-            except BaseException:
-                keys = {write.key for write in (*stored, *decided)}
-                self._ledger.take([write for write in changes.decided(after, self.view) if write.key in keys])
-                raise
-            view = self.change(step)
+                view = self.change(step)
+            finally:
+                self._put_right(tried)
         try:
             await self._ledger.settled(STORE_S)
         except Unavailable as error:
             log.warning("it is decided and stored, its routes are not: %s", error.message)
         return view
+
+    def _put_right(self, tried: Sequence[tuple[View, Sequence[changes.Write]]]) -> None:
+        """What was stored of views that were ``tried`` and are none, as the view has it."""
+        for after, decided in tried:
+            keys = {write.key for write in decided}
+            self._ledger.take([write for write in changes.decided(after, self.view) if write.key in keys])
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -336,11 +342,12 @@ class Loop:
 
 
 def accepted(view: View, action: Action) -> View:
-    """The node took the command. Ending what it never began ends it."""
+    """The node took the command. Ending what it never began ends it; of one of a controller before that is for the
+    node's report to say."""
     instance = view.instances.get(action.instance)
     if instance is None or instance.ended:
         return view
-    if isinstance(action, SendStop) and instance.seen is None:
+    if isinstance(action, SendStop) and instance.seen is None and not instance.adopted:
         return instances.withdraw(view, instance)
     return view.put_instance(replace(instance, acked=True))
 

@@ -60,6 +60,7 @@ class Nodes:
             adapters=dict(adapters),
             gpus=instance.gpus,
             secrets=await self._secrets(version),
+            content=version.content,
             proofs=proofs,
         )
         await self._bus.call(node_command(instance.record.node, "start"), command, Ok, timeout_s=COMMAND_S)

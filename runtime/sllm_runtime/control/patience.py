@@ -151,10 +151,10 @@ class _Cost(NamedTuple):
 
 def _place(view: View, request: Request, kept: Mapping[str, int], now: float) -> tuple[str, Sequence[Instance]] | None:
     """A node that could run one more than is ``kept`` there, and what has to leave it for that, where this costs the
-    least. No more nodes are kept than half of those that could run it."""
+    least. No more nodes are kept than half of those that live and could run it."""
     need, may = request.need(view), may_start(view, request.key, now)
     able = [each for each in view.nodes.values() if each.status is not None and not short(need, total(each.status))]
-    further = 2 * len(kept) < sum(node.open for node in able)
+    further = 2 * len(kept) < sum(node.open and view.alive(node.record.node, now) for node in able)
     offers = []
     for node in able:
         name = node.record.node

@@ -140,7 +140,7 @@ def _lacking(view: View, now: float) -> Mapping[Key, int]:
         if key in view.enough:
             continue
         live = [instance for instance in view.of(key) if instance.live]
-        count = _lack(view, version, _counted_on(view, live, now))
+        count = autoscale.lack(view, key, version.manifest, _counted_on(view, live, now))
         if count > 0:
             found[key] = count
     return found
@@ -149,14 +149,6 @@ def _lacking(view: View, now: float) -> Mapping[Key, int]:
 def _counted_on(view: View, live: list[Instance], now: float) -> list[Instance]:
     """Those whose nodes are not in doubt: calls of the others go on elsewhere already."""
     return [instance for instance in live if not view.doubtful(instance, now)] if view.suspects else live
-
-
-def _lack(view: View, version: VersionRecord, live: Sequence[Instance]) -> int:
-    """Instances that it wants beside those that are ``live``."""
-    key, manifest = (version.function, version.version), version.manifest
-    running = sum(instance.running for instance in live)
-    least = autoscale.floor(view, key, manifest)
-    return autoscale.wanted(manifest, least=least, running=running, waiting=view.demand(key)) - len(live)
 
 
 def _order(view: View, key: Key) -> tuple[int, bool, float, Key]:
@@ -229,10 +221,11 @@ def _scale(view: View, version: VersionRecord, live: list[Instance], context: Co
     key, manifest = (version.function, version.version), version.manifest
     waiting, least = view.demand(key), autoscale.floor(view, key, manifest)
     asked = bool(waiting) or key in view.warm or key in view.trials
-    there = _counted_on(view, live, context.now)
-    lack = _lack(view, version, there)
+    beside = _counted_on(view, live, context.now)
+    lack = autoscale.lack(view, key, manifest, beside)
     if lack > 0 and not backoff.active(view.failures.get(key), context.now, asked=asked):
-        view = _grow(view, version, len(there), lack, context, turns)
+        there, _ = autoscale.counted(view, beside)
+        view = _grow(view, version, there, lack, context, turns)
     view = _within(view, version, live, context.now)
     awaited = view.destinations
     names = (instance.record.instance for instance in live)

@@ -147,12 +147,13 @@ def rollback(view: View, name: str, number: int | None, request: str = "") -> Vi
 
 
 def discard(view: View, key: Key, error: ErrorBody) -> View:
-    """A version that never started: FAILED with its error; of a function that never ran, nothing remains."""
+    """A version that never started: FAILED with its error; of a function that never ran nothing remains, and of one
+    that is being deleted what that leaves: whoever takes its name meanwhile would lose it with what is left."""
     view = view.put_trial(key, False).put_failure(key, None)
     function, record = view.functions.get(key[0]), view.versions.get(key)
     if function is None or record is None:
         return view
-    if function.active is None:
+    if function.active is None and not function.deleting:
         return remove(view, key[0])
     return view.put_version(
         msgspec.structs.replace(record, state=check(VERSION, record.state, VersionState.FAILED), error=error)

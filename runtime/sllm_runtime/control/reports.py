@@ -60,6 +60,8 @@ def _adopted(view: View, status: NodeStatus, now: float, wall: float) -> View:
         version = view.versions.get(key)
         if version is None or said.instance in view.instances or final(INSTANCE, said.state):
             continue
+        if said.content and said.content != version.content:  # of a function that had its name before
+            continue
         if sum(instance.live for instance in view.of(key)) < version.manifest.max_instances:
             record = InstanceRecord(
                 instance=said.instance,

@@ -71,6 +71,9 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     proof: str = ""
     """``Ready.proof``, for its version's starts on other nodes: told in the first PROOF_S seconds. Empty: it has none,
     or its node is of before."""
+    content: str = ""
+    """Of what it was made: where a function was deleted another one may have its name and its versions' numbers. Empty:
+    its node, or who began it, is of before."""
 
 
 class PathLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +196,8 @@ class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
     """By the names that calls choose them by."""
     gpus: tuple[int, ...] = ()
     secrets: Secrets = Secrets()
+    content: str = ""
+    """``VersionRecord.content``, which the node's reports repeat."""
     proofs: tuple[str, ...] = ()
     """``InstanceStatus.proof`` of instances of the same version, on whichever nodes."""
 

@@ -191,6 +191,7 @@ class ScriptedNode:
             function=command.function,
             version=command.version,
             state=InstanceState.STARTING,
+            content=command.content,
             progress=Progress(stage="weights", done=1, total=2),
         )
         outcome = self.behave(command)

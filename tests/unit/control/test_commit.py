@@ -14,7 +14,7 @@ from sllm_runtime.platform.streams import STATE_STREAM
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import FunctionNotFound, ModelNotFound, NotStorable, Unavailable
 from sllm_runtime.protocol.node import Ok, StartInstance
-from sllm_runtime.protocol.records import FunctionRecord, ModelRecord, Route
+from sllm_runtime.protocol.records import FunctionRecord, ModelRecord, Route, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -191,6 +191,39 @@ async def test_what_changes_while_a_decision_is_stored_is_in_it(bench: Bench, sh
     record = await bench.stored(FUNCTION, FunctionRecord)
     assert record == own_loop.view.functions["chat"]
     assert (record.active, record.last_version) == (1, 7)
+
+
+async def test_what_was_stored_of_a_decision_and_is_decided_otherwise_is_stored_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest version is to go with a deployment; while that is stored somebody calls it."""
+    monkeypatch.setattr(registry, "KEEP_RETIRED", 1)
+    for what in (b"1", b"2"):
+        await bench.gateway.deploy(manifest(), what)
+    for name in list(bench.node.instances):
+        bench.node.put(name, InstanceState.STOPPED)
+    await bench.none_left()
+    loop = bench.controller.loop
+    store, oldest, gone, go = loop._ledger._store, ("chat", 1), asyncio.Event(), asyncio.Event()
+    delete = store.delete
+
+    async def slowly(key: str) -> None:
+        await delete(key)
+        if key == subjects.version_key(*oldest):
+            gone.set()
+            await go.wait()
+
+    monkeypatch.setattr(store, "delete", slowly)
+    deploying = asyncio.create_task(bench.gateway.deploy(manifest(), b"3"))
+    await asyncio.wait_for(gone.wait(), GIVE_UP_S)
+    acquiring = asyncio.create_task(bench.gateway.acquire(version=1))
+    await until(lambda: loop.view.of(oldest), what="a call has had one of it started")
+    go.set()
+    await deploying
+    assert (await acquiring).route is not None
+    assert oldest in loop.view.versions
+    stored = await bench.stored(subjects.version_key(*oldest), VersionRecord)
+    assert stored == loop.view.versions[oldest]
 
 
 async def test_a_decision_that_is_called_back_while_it_is_stored_is_not_done(bench: Bench, shut: Shut) -> None:

@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 
+from sllm_runtime.control import deletion
 from sllm_runtime.control.deploy import remove_bundles
+from sllm_runtime.control.view import View
 from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol.errors import Conflict, SllmError
+from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.world import deployed
+from tests.unit.control.world import manifest as world_manifest
 
 
 async def test_a_bundle_stays_that_a_deployment_under_way_needs(bench: Bench) -> None:
@@ -67,3 +73,42 @@ async def test_whether_a_bundle_may_go_is_asked_again_once_it_is_found(
     monkeypatch.setattr(bundles, "_info", then)
     await remove_bundles(loop, loop._bus, [digest], needed.__contains__)
     assert await bundles.size(bench.gateway.bus, digest) == len(b"found")
+
+
+async def test_a_deletion_takes_no_function_that_has_its_name_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted in its first trial: its name is free when what that has started has ended, not before."""
+    node, loop, stopped = bench.node, bench.controller.loop, list[str]()
+    node.behave = lambda command: InstanceState.STARTING
+    deploying = asyncio.create_task(bench.gateway.deploy(manifest(), b"1"))
+    await until(lambda: node.instances, what="its trial starts")
+    (old,), put = node.instances, node.put
+
+    def slowly(instance: str, state: InstanceState, **fields: Any) -> None:
+        if instance == old:  # its sandbox takes a while to end
+            stopped.append(instance)
+        else:
+            put(instance, state, **fields)
+
+    monkeypatch.setattr(node, "put", slowly)
+    deleting = asyncio.create_task(bench.gateway.ask("delete", ctl.Delete(function="chat")))
+    with pytest.raises(SllmError):
+        await deploying
+    node.behave = lambda command: InstanceState.READY
+    await until(lambda: stopped, what="its trial is ended")
+    with pytest.raises(Conflict, match="being deleted"):
+        await bench.gateway.deploy(manifest(), b"2")
+    put(old, InstanceState.STOPPED)
+    assert (await deleting).note == "deleted"
+    assert "chat" not in loop.view.functions
+    deployed = await bench.gateway.deploy(manifest(), b"2")
+    assert deployed.version is not None
+    assert loop.view.functions["chat"].active == deployed.version.version
+
+
+def test_what_has_a_name_by_now_is_not_removed_with_what_had_it() -> None:
+    view = deployed(View(), world_manifest("chat"))
+    assert deletion.removed(view, "chat") is view
+    assert not deletion.removed(deletion.leaving(view, "chat", force=False), "chat").functions
+    assert deletion.removed(View(), "chat") == View()

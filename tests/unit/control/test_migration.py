@@ -233,6 +233,34 @@ def test_an_idle_instance_is_taken_by_one_move_alone() -> None:
     assert found[1] not in ("", idle)
 
 
+def test_who_waits_while_a_call_moves_has_an_instance_started() -> None:
+    """The destination's slots are for the calls that move: it counts as one with its source, at each step."""
+    world, source, destination = begun(concurrency=3, max_instances=4)
+    there = {source, destination}
+    world.wait_for(CHAT, 1)
+    world.plan()
+    (started,) = set(world.live(CHAT)) - there
+    world.turn(5)
+    assert {i.record.instance for i in world.view.of(CHAT)} == {*there, started}, "no more than one is wanted"
+    ready(world, destination)
+    world.plan()
+    assert state(world, source) is MigrationState.MOVING
+    world.turn(1)
+    works(world, destination, 3)  # before the source says that they have left
+    world.turn(1)
+    assert {i.record.instance for i in world.view.of(CHAT)} == {*there, started}
+
+
+def test_one_that_calls_move_to_is_no_reason_to_start_none() -> None:
+    world, source, destination = begun(concurrency=3, max_instances=4)
+    ready(world, destination)
+    world.plan()
+    assert state(world, source) is MigrationState.MOVING
+    world.wait_for(CHAT, 1)
+    world.plan()
+    assert len(set(world.live(CHAT)) - {source, destination}) == 1
+
+
 def test_a_destination_is_not_ended_for_being_idle() -> None:
     world, source, destination = begun(keep_alive=0)
     ready(world, destination)

@@ -156,6 +156,19 @@ def test_no_version_has_more_than_half_of_the_nodes_kept_at_once() -> None:
     assert (len(made.view.kept), stopped(made, [name for name in names if name != first])) == (3, 3)
 
 
+def test_nodes_that_do_not_live_are_none_of_which_half_are_kept() -> None:
+    made = world(*(FakeNode(f"n{number}", 4.0, 1) for number in range(1, 5)))
+    for node in ("n3", "n4"):
+        made.nodes[node].alive = False
+    made.turn(6.0)
+    for name in ("a", "b"):
+        running(made, name, gpu="L4", timeout=20)
+    made.view = deployed(made.view, manifest("late", gpu="L4", max_instances=4))
+    made.wait_for(("late", 1), 4)
+    made.turn(24.0)
+    assert len(made.view.kept) == 1
+
+
 def test_of_an_even_number_of_nodes_half_are_kept() -> None:
     made, names = full(4)
     made.wait_for(("late", 1), 4)

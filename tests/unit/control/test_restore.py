@@ -2,15 +2,16 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from sllm_runtime.control import changes, draining, registry, restore
+from sllm_runtime.control import changes, deletion, draining, registry, restore
 from sllm_runtime.control.changes import Write
 from sllm_runtime.control.placement import may_start
-from sllm_runtime.control.plan import SendStart
+from sllm_runtime.control.plan import SendStart, SendStop
 from sllm_runtime.control.reports import observe
 from sllm_runtime.control.view import Instance, View
 from sllm_runtime.platform.state import Records, StateStore
@@ -20,7 +21,7 @@ from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.waiting import GIVE_UP_S
-from tests.unit.control.world import FakeNode, World, deployed, manifest, version
+from tests.unit.control.world import GIB, FakeNode, World, deployed, manifest, version
 
 CHAT = FunctionRecord(function="chat", active=None, last_version=0)
 
@@ -120,6 +121,52 @@ def test_what_a_leader_before_has_begun_is_not_begun_again_by_the_next_one() -> 
     (start,) = world.plan()
     assert isinstance(start, SendStart)
     assert world.live(("chat", 1)) == [start.instance] != [lost]
+
+
+def test_what_an_earlier_leader_had_ended_is_there_until_its_node_says_otherwise() -> None:
+    """Its stop is told again before any node is heard, and a node takes that: calls of it may run there still."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=0))
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat", timeout=300))
+    world.wait_for(("chat", 1), 1)
+    world.plan()
+    (name,), (node,) = world.live(("chat", 1)), world.nodes.values()
+    node.set(name, InstanceState.READY, running=1)
+    world.hear_all()
+    world.view = deletion.leaving(world.view, "chat", force=False)
+    world.plan()
+    world.hear_all()
+    assert node.instances[name].state is InstanceState.DRAINING
+    world.followed()
+    world.plan()
+    assert deletion.gone(world.view, "chat") is None, "a call of it still runs"
+    world.hear_all()
+    world.plan()
+    assert deletion.gone(world.view, "chat") is None
+    node.set(name, InstanceState.STOPPED)
+    world.hear_all()
+    world.plan()
+    assert deletion.gone(world.view, "chat")
+
+
+def test_what_runs_of_a_deleted_function_is_not_taken_for_another_one_of_its_name() -> None:
+    """Its node was cut off meanwhile: it is first heard by this leader with what it had before."""
+    world = World(FakeNode("n1", cpu=4.0, gpus=0))
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat"))
+    world.wait_for(("chat", 1), 1)
+    world.plan()
+    (old,) = world.live(("chat", 1))
+    world.finish(old, InstanceState.READY)
+    world.wait_for(("chat", 1), 0)
+    view = registry.remove(replace(world.view, instances=world.view.instances.without([old])), "chat")
+    again = msgspec.structs.replace(version(manifest("chat", memory=2 * GIB)), content="other")
+    world.view = registry.activate(registry.create(view, again, None), ("chat", 1))
+    world.followed()
+    world.hear_all()
+    assert not world.view.of(("chat", 1))
+    actions = world.plan()
+    assert [(action.instance, isinstance(action, SendStop)) for action in actions] == [(old, True)], "it is a stray"
 
 
 def test_the_record_of_a_function_says_which_of_its_versions_is_active() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from sllm_runtime.control import registry, restore
+from sllm_runtime.control import changes, registry, restore
 from sllm_runtime.control.loop import accepted, refused
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import Action, Context, SendStart, SendStop, plan
@@ -144,6 +144,7 @@ class World:
                 function=instance.key[0],
                 version=instance.key[1],
                 state=InstanceState.STARTING,
+                content=self.view.versions[instance.key].content,
             )
         self.view = accepted(self.view, action)
 
@@ -173,13 +174,14 @@ class World:
 
     def followed(self) -> View:
         """The next controller leads: it knows what is stored, and has heard no node yet. What is stored, as it is."""
-        before, stands = self.view, (each for each in self.view.instances.values() if not each.ended)
+        before = self.view
+        kept = [record for each in before.instances.values() if (record := changes.kept(each)) is not None]
         stored = restore.Stored(
             functions=dict(before.functions),
             versions={f"{name}.{number}": record for (name, number), record in before.versions.items()},
             models=dict(before.models),
             nodes={name: node.record for name, node in before.nodes.items()},
-            instances={each.record.instance: each.record for each in stands},
+            instances={record.instance: record for record in kept},
             routes={},
             learned=LearnedRecord(),
             proofs={},

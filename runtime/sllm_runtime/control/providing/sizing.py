@@ -103,11 +103,8 @@ def _room(pool: Pool, now: float) -> int:
 
 def _lacking(view: View, key: Key) -> int:
     """Instances of a version that there should be and are not."""
-    manifest = view.versions[key].manifest
     live = [instance for instance in view.of(key) if instance.live]
-    running = sum(instance.running for instance in live)
-    least = autoscale.floor(view, key, manifest)
-    return autoscale.wanted(manifest, least=least, running=running, waiting=view.demand(key)) - len(live)
+    return autoscale.lack(view, key, view.versions[key].manifest, live)
 
 
 # --- what is seen -------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ def last_begins_s(view: View, key: Key, now: float, coming: Sequence[float] = ()
     waiting, call_s = view.demand(key), view.learned.call_s(key)
     if call_s is None or not 0 < waiting <= MOST:
         return inf
-    there = (instance for instance in view.of(key) if _takes_calls(view, instance))
+    awaited = view.destinations if view.migrations else frozenset()
+    there = (i for i in view.of(key) if _takes_calls(view, i) and i.record.instance not in awaited)
     free = [begin for instance in there for begin in _slots(instance, call_s, now)]
     free += [ready for ready in coming for _ in range(view.versions[key].manifest.concurrency)]
     if not free:
@@ -47,7 +48,8 @@ def over_s(view: View, key: Key, ready: float | None) -> float:
 
 
 def _takes_calls(view: View, instance: Instance) -> bool:
-    """Whether it does, or will: it does not end, its calls do not move away, and no gateway has found it deaf."""
+    """Whether it does, or will: it does not end, its calls do not move away, and no gateway has found it deaf. (What
+    others move to is there for them alone.)"""
     return instance.live and not instance.record.moves_to and instance.record.instance not in view.suspects
 
 
