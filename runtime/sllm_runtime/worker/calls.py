@@ -157,19 +157,20 @@ class Calls:
         if call.task is None:  # its body is not whole: nothing of it runs
             self._finish(call, error)
 
-    async def drain(self, grace_s: float) -> None:
-        """Take no more calls; wait up to ``grace_s`` for those that run, then cancel them."""
+    async def drain(self, grace_s: float, why: SllmError | None = None) -> None:
+        """Take no more calls; wait up to ``grace_s`` for those that run, then cancel them, ``why`` if it is for no wish
+        of anybody."""
         self._draining = True
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            await self._give_up()
+            await self._give_up(why or Cancelled("the instance is stopping"))
         await asyncio.sleep(self._moved_at + _STAND_BY_S - asyncio.get_running_loop().time())
 
-    async def _give_up(self) -> None:
+    async def _give_up(self, why: SllmError) -> None:
         for call in list(self._running.values()):
-            self._end(call, Cancelled("the instance is stopping").body())
+            self._end(call, why.body())
         try:
             async with asyncio.timeout(_CANCEL_S):
                 await self._idle.wait()

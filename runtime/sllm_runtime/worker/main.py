@@ -191,7 +191,9 @@ class Worker:
         if grace_s is None:
             return 0  # the invoker is gone
         assert self._calls is not None
-        await self._calls.drain(grace_s)
+        broken = self._broken
+        lost = InstanceLost(f"its instance ends: {broken.message}; call again") if broken is not None else None
+        await self._calls.drain(grace_s, lost)
         if started.handle is not None:
             await asyncio.to_thread(started.handle.close)
         if self._broken is not None:

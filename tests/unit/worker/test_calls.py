@@ -12,6 +12,7 @@ import pytest
 
 from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.wire import BlockingWire
+from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, SllmError
 from sllm_runtime.protocol.frames import CallHead
 from sllm_runtime.protocol.worker import CancelCall, Credit, Heartbeat, HoldCall, StartCall
 from sllm_runtime.worker import calls
@@ -82,6 +83,17 @@ async def test_a_call_whose_body_is_not_whole_holds_up_no_stop(sender: Sender, m
         assert made.count() == 0
     finally:
         await end([stopping])
+
+
+@pytest.mark.parametrize("why", [None, InstanceLost("its weights did not come; call again")])
+async def test_what_outlasts_an_instance_that_breaks_is_cancelled_by_nobody(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch, why: SllmError | None
+) -> None:
+    ended = list[ErrorBody | None]()
+    monkeypatch.setattr(Call, "end", lambda call, error: ended.append(error))
+    made = running(sender)
+    await made.drain(0.0, why)
+    assert [error and error.code for error in ended] == ["instance_lost" if why else "cancelled"]
 
 
 def test_a_message_that_fails_costs_none_of_those_that_come_with_it(caplog: pytest.LogCaptureFixture) -> None:
