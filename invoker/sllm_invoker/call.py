@@ -126,6 +126,8 @@ class Call:
         self.heard = now
         if self._unheard_since is not None:
             self._unheard_since = now
+        if self.ended_at is not None:
+            self.ended_at = now
 
     @property
     def running(self) -> bool:

@@ -74,6 +74,8 @@ class Instance:
     def forgive(self, now: float) -> None:
         """Silence until now has another reason."""
         self._heard = dict.fromkeys(self._heard, now)
+        if self.work is not None:
+            self.work.forgive(now)
 
     def _hear(self, number: int = 0) -> None:
         """That process of it lives."""
@@ -202,7 +204,7 @@ class Instance:
 
     def _silent(self, error: SllmError) -> None:
         """The worker takes nothing, though much waits for it."""
-        self._conclude(verdicts.lost(error))
+        self._conclude(verdicts.broken(self.order.instance, error))
 
     def _start_timed_out(self) -> None:
         last = self._around.suppliers.pool.last_error

@@ -6,6 +6,7 @@ What loaderd has handed to sandboxes is kept here as well, so that it outlives l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,12 @@ class Loader:
                 await control.close()
             self._on_change()
             await asyncio.sleep(RETRY_S[min(max(failures, 1), len(RETRY_S)) - 1])
+
+    async def there(self, within_s: float) -> None:
+        """Wait until it was first heard, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._connected.wait()
 
     async def _bring_back(self, control: LoaderControl) -> None:
         """What an earlier loaderd handed out, before anything else is asked for: it is memory that is in use."""

@@ -173,6 +173,7 @@ class Node:
             ):
                 self._tasks.start(work, name)
             stack.push_async_callback(self._end)
+            await self._loader.there(self._settings.loader_wait)
             await self._serve(stack)
             stack.push_async_callback(self._presence.close)
             self._presence.start()

@@ -244,7 +244,7 @@ class Relay:
     def _judge(self, call: Call, host: Host, now: float) -> None:
         if not call.running:
             ended = call.ended_at if call.ended_at is not None else now
-            if now - ended > KEEP_ENDED_S:
+            if min(now - ended, self._connected_for(now)) > KEEP_ENDED_S:
                 log.warning("call %s: gateway %s never acknowledged its end", call.head.call, call.gateway)
                 self._forget(call)
             return

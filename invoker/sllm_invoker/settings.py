@@ -60,6 +60,8 @@ class InvokerSettings(Settings):
     """Bytes of a container's /tmp, where the function's code lies as well."""
     container_pids: int = Field(default=256, ge=16, le=65536)
     """Processes and threads of one container."""
+    loader_wait: float = Field(default=5.0, ge=0)
+    """Seconds to wait for the node's loaderd before it takes part: what memory is left for instances loaderd says."""
     node_drain: float = Field(default=0.0, ge=0)
     """Seconds that instances have to leave when this node is stopped: the controller moves what can move."""
     bundle_cache: Bytes = Field(default=1000 * 2**20, ge=0)

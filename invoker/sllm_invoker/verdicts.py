@@ -67,7 +67,8 @@ def _limit(order: StartInstance) -> int:
 
 
 def broken(instance: str, error: SllmError) -> Verdict:
-    """One of its processes that takes no calls has failed, and what it has of the model with it."""
+    """One of its processes takes nothing, or one that takes no calls has failed, and what it has of the model with
+    it."""
     return lost(InstanceLost(f"a process of instance {instance} failed: {error.message}; call again"))
 
 

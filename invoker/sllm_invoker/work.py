@@ -111,10 +111,11 @@ class Work:
         return self._names.get(number) if number is not None else None
 
     # --- towards the worker ---------------------------------------------------------------------------
-    def tell(self, body: Said, fds: Sequence[int] = ()) -> None:
-        """Queue one message. A worker that is gone is noticed by who listens to it."""
+    def tell(self, body: Said, fds: Sequence[int] = (), *, granted: bool = False) -> None:
+        """Queue one message. A worker that is gone is noticed by who listens to it. ``granted``: parts of bodies, of
+        which each call may have a window on its way, however slowly all of them together are taken."""
         with self._noticing():
-            self._wire.send(codec.pack(ToWorker(body)), fds)
+            self._wire.send(codec.pack(ToWorker(body)), fds, granted=granted)
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
@@ -130,7 +131,7 @@ class Work:
         self._names[call.number] = call.head.call
         if len(self._names) > REMEMBERED:
             self._names.popitem(last=False)
-        self.tell(StartCall(number=call.number, head=call.head, body=body[0] if body else b""))
+        self.tell(StartCall(number=call.number, head=call.head, body=body[0] if body else b""), granted=True)
         if body:
             self._count(call, body[0])
         self.feed(call, body[1:])
@@ -139,7 +140,7 @@ class Work:
         """More of the body."""
         for part in body:
             if call.running:
-                self.tell(CallBody(call.number, part))
+                self.tell(CallBody(call.number, part), granted=True)
             self._count(call, part)
 
     def _count(self, call: Call, part: bytes) -> None:
@@ -194,6 +195,11 @@ class Work:
         if call.cancel is None:
             call.cancel, call.cancelled_at = (code, reason), self._clock()
             self.tell(CancelCall(call.number, code, reason))
+
+    def forgive(self, now: float) -> None:
+        """That no END of what was cancelled came until now has another reason."""
+        for call in self._calls.values():
+            call.cancelled_at = now
 
     def deaf(self, now: float) -> Call | None:
         """A call that goes on LOST_AFTER_S after it was cancelled."""

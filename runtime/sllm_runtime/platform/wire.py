@@ -98,8 +98,9 @@ class AsyncWire:
         self._splitter = Splitter(max_message)
         self._read_into = bytearray(READ_BYTES)
         self._ready: deque[bytes] = deque()
-        self._out: deque[tuple[memoryview, list[int]]] = deque()
+        self._out: deque[tuple[memoryview, list[int], bool]] = deque()
         self._queued = 0
+        """Bytes that wait, without those that the peer has granted."""
         self._writing = False
         self._again: asyncio.TimerHandle | None = None
         self._short_since: float | None = None
@@ -187,25 +188,26 @@ class AsyncWire:
             self._reading = False
             self._loop.remove_reader(self.sock.fileno())
 
-    def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
+    def send(self, payload: bytes, fds: Sequence[int] = (), *, granted: bool = False) -> None:
         """Queue one message, sent at once if the socket takes it; ``fds`` are duplicated, the caller keeps its own.
+        ``granted``: it was asked for, with room for it, and may wait however long that takes.
 
-        Raises ``Unavailable`` when the peer is gone or takes nothing although much waits.
+        Raises ``Unavailable`` when the peer is gone or takes nothing although much else waits.
         """
-        self._send(frame(payload), fds)
+        self._send(frame(payload), fds, granted)
 
     def send_together(self, payloads: Iterable[bytes]) -> None:
         """As ``send``, in one write: the peer reads all of them at once, if its socket has room."""
-        self._send(b"".join(map(frame, payloads)), ())
+        self._send(b"".join(map(frame, payloads)), (), False)
 
-    def _send(self, framed: bytes, fds: Sequence[int]) -> None:
+    def _send(self, framed: bytes, fds: Sequence[int], granted: bool) -> None:
         if self.closed or self.peer_gone:
             raise Unavailable("the other end of this socket is gone")
-        if self._queued > _MAX_QUEUED:
+        if self._queued > _MAX_QUEUED and not granted:
             raise Unavailable(f"the other end of this socket takes nothing: {self._queued} bytes wait")
         data = memoryview(framed)
-        self._out.append((data, _duplicates(fds)))
-        self._queued += len(data)
+        self._out.append((data, _duplicates(fds), granted))
+        self._queued += 0 if granted else len(data)
         if not self._writing and self._again is None:
             self._flush()
 
@@ -217,16 +219,16 @@ class AsyncWire:
         self._again = None
         try:
             while self._out:
-                data, fds = self._out[0]
+                data, fds, granted = self._out[0]
                 sent = socket.send_fds(self.sock, [data], fds) if fds else self.sock.send(data)
                 for fd in fds:
                     os.close(fd)
-                self._queued -= sent
+                self._queued -= 0 if granted else sent
                 self._short_since = None
                 if sent == len(data):
                     self._out.popleft()
                 else:
-                    self._out[0] = (data[sent:], [])
+                    self._out[0] = (data[sent:], [], granted)
         except (BlockingIOError, InterruptedError):
             if not self._writing:
                 self._writing = True
@@ -269,7 +271,7 @@ class AsyncWire:
 
     def _drop(self) -> None:
         """Give up what waits to be sent."""
-        for _data, fds in self._out:
+        for _data, fds, _granted in self._out:
             for fd in fds:
                 os.close(fd)
         self._out.clear()

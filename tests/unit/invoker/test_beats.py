@@ -241,6 +241,27 @@ async def test_an_end_that_nobody_acknowledges_is_not_kept_for_ever() -> None:
     await node.tasks.close()
 
 
+@pytest.mark.parametrize("bus", [True, False], ids=["bus", "process"])
+async def test_an_end_that_nobody_could_acknowledge_is_kept(bus: bool) -> None:
+    """Its gateway has the call still, and asks for what it has missed."""
+    node = Node(calls=1)
+    if bus:
+        node.relay.on_disconnect()
+    await node.push(0, FrameKind.END)
+    if bus:
+        await node.later(2 * KEEP_ENDED_S)
+        node.relay.on_reconnect()
+    else:
+        node.now += 2 * KEEP_ENDED_S
+        node.relay.tick()
+    assert node.relay.calls == 1
+    await node.later(KEEP_ENDED_S - 2 * TICK)
+    assert node.relay.calls == 1
+    await node.later(4 * TICK)
+    assert node.relay.calls == 0
+    await node.tasks.close()
+
+
 async def test_a_gateway_that_acknowledges_no_more_loses_its_call() -> None:
     node = Node(calls=1)
     for _ in range(2):

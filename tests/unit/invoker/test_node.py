@@ -22,6 +22,7 @@ from sllm_runtime.protocol.records import ModelRecord, Term
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.worker import KERNELS
 from tests.fixtures.invoker import BUNDLE, GatewayPeer, NodeUnderTest, node_under_test, order
+from tests.fixtures.loaderd import loaderd
 from tests.fixtures.nats import GATEWAY_2, NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import GIVE_UP_S, until
 
@@ -79,6 +80,21 @@ async def test_an_older_leader_has_no_say_in_models_either(node: NodeUnderTest, 
     await until(lambda: node.status.term == 7, what="the node has heard it")
     with pytest.raises(StaleTerm, match="obeys term 7"):
         await node.controller.call(subjects.node_command(NODE, verb), message, Ok, timeout_s=GIVE_UP_S)
+
+
+async def test_it_takes_part_once_it_knows_what_memory_its_loaderd_has(
+    nats: Nats,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Both are started side by side; what loaderd may fill up is promised to no instance, from the first report on."""
+    late, mib = tmp_path / "late.sock", limits.MIB
+    async with loaderd(tmp_path / "loaderd", pool_bytes=512 * mib) as storage:
+        asyncio.get_running_loop().call_later(0.5, late.symlink_to, storage.socket)
+        async with node_under_test(
+            nats, tmp_path, memory=1024 * mib, loaderd_socket=late, loader_wait=GIVE_UP_S
+        ) as node:
+            first = node.statuses[0]
+            assert (first.memory, first.dram_limit) == (512 * mib, 512 * mib)
 
 
 async def test_the_bundle_comes_as_a_sealed_file_and_no_secret_with_it(

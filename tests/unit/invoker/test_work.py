@@ -32,6 +32,13 @@ class Told:
         )  # fmt: skip
 
 
+def head_of(body_bytes: int) -> CallHead:
+    return CallHead(
+        call="c", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True, body_bytes=body_bytes,
+        timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=limits.WINDOW,
+    )  # fmt: skip
+
+
 @pytest.fixture
 async def told() -> AsyncIterator[Told]:
     ours, theirs = socket.socketpair()
@@ -49,6 +56,35 @@ async def test_a_worker_that_takes_nothing_is_lost_and_what_waits_for_it_bounded
     assert isinstance(told.silent[0], Unavailable)
 
 
+async def test_bodies_of_which_each_call_may_have_a_window_on_its_way_may_wait(told: Told) -> None:
+    """However many calls there are: the worker takes them at its own pace."""
+    calls = [told.work.next_number() for _ in range(12)]
+    for number in calls:
+        call = Call(number, "gw", head_of(2 * limits.WINDOW), 0.0)
+        told.work.begin(call, [bytes(limits.MAX_PART)] * (limits.WINDOW // limits.MAX_PART))
+    assert not told.silent
+    told.work.cancel(call, "cancelled", "what else is said is heard")
+    assert not told.silent
+    got, loop = 0, asyncio.get_running_loop()
+    told.worker.setblocking(False)
+    while got < len(calls) * limits.WINDOW:
+        got += len(await loop.sock_recv(told.worker, limits.MIB))
+    await told.wire.drain()
+    assert told.wire._queued == 0
+
+
+async def test_a_worker_is_not_deaf_for_what_was_not_read_of_it(told: Told) -> None:
+    """This process stood still; the END of what was cancelled may be there."""
+    call = Call(told.work.next_number(), "gw", head_of(0), 0.0)
+    told.work.begin(call, [])
+    told.work.cancel(call, "cancelled", "")
+    late = 2 * limits.LOST_AFTER_S
+    assert told.work.deaf(late) is call
+    told.work.forgive(late)
+    assert told.work.deaf(late + limits.LOST_AFTER_S) is None
+    assert told.work.deaf(late + limits.LOST_AFTER_S + 0.1) is call
+
+
 async def test_one_that_has_gone_is_noticed_by_who_listens_to_it(told: Told) -> None:
     told.worker.close()
     for _ in range(2):
@@ -59,10 +95,7 @@ async def test_one_that_has_gone_is_noticed_by_who_listens_to_it(told: Told) -> 
 async def test_credit_for_a_body_comes_when_the_worker_has_taken_it(told: Told) -> None:
     body = [bytes(limits.MAX_PART)] * 4
     size = sum(map(len, body))
-    head = CallHead(
-        call="c", epoch=1, instance="i", function="f", version=1, kind="fn", stream=True, body_bytes=2 * size,
-        timeout_s=60.0, idle_timeout_s=60.0, seed=0, credit=limits.WINDOW,
-    )  # fmt: skip
+    head = head_of(2 * size)
     feeding = asyncio.create_task(told.work.feed_back())
     told.work.begin(Call(told.work.next_number(), "gw", head, 0.0), body)
     for _ in range(10):

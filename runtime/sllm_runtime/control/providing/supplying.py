@@ -85,7 +85,8 @@ class Supplying:
         if not self._loop.may_act:
             return
         for action in self._decided(offer):
-            await self._do(provider, action)
+            if self._loop.may_act:  # no fence keeps one that was deposed meanwhile from the provider
+                await self._do(provider, action)
 
     def _decided(self, offer: Offer) -> tuple[Action, ...]:
         made: list[Step] = []
@@ -102,4 +103,5 @@ class Supplying:
             await provider.set_desired(action.nodes)
         elif isinstance(action, Remove):
             await self._ledger.settled(STORED_S)
-            await provider.remove(action.node)
+            if self._loop.may_act:
+                await provider.remove(action.node)

@@ -16,7 +16,7 @@ from sllm_runtime.protocol.node import AWAITS_NODE
 from sllm_runtime.protocol.records import PoolRecord
 from sllm_runtime.protocol.subjects import POOL_KEY
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, Gateway, controller_of
 from tests.unit.control.scripted_node import ScriptedNode
 
@@ -76,6 +76,32 @@ async def test_a_node_goes_when_the_store_has_that_it_does(bench: Bench) -> None
     assert (name, stored and stored.leaving) == ("n1", ("n1",))
     assert bench.controller.loop.view.nodes["n1"].record.draining
     await made.close()
+
+
+async def test_who_is_not_sure_to_lead_any_more_removes_nothing_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped while it gave one of two nodes back; who leads by now may use the other one."""
+    loop, again, two = bench.controller.loop, asyncio.Event(), frozenset({"g1", "g2"})
+
+    class Stopped(Group):
+        async def remove(self, node: str) -> None:
+            await super().remove(node)
+            monkeypatch.setattr(loop, "_may_act", lambda: False)
+
+    group = Stopped()
+    group.offer = replace(OFFER, desired=2, members=two)
+    group.bench, looked = bench, asyncio.Event()
+
+    async def pause(_seconds: float) -> None:
+        looked.set()
+        await again.wait()
+
+    made = Supplying(loop, loop._ledger, group, Pool(Timing(lost=0.0)), 1.0, pause)
+    made.start()
+    await asyncio.wait_for(looked.wait(), GIVE_UP_S)
+    await made.close()
+    assert len(group.removed) == 1
 
 
 async def test_a_provider_that_fails_is_asked_again_and_said_once(
