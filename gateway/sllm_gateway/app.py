@@ -184,7 +184,7 @@ class Gateway:
             *Api(controller, self.table, settings, clock).routes(),
             *Deploying(bus, controller, writer, settings, self.table).routes(),
             *Logs(bus, controller, writer).routes(),
-            *Explaining(bus, controller, self._recent, journal).routes(),
+            *Explaining(bus, controller, self._recent, journal, self._succession.coming).routes(),
             *Secrets(controller).routes(),
         ]
 

@@ -332,9 +332,9 @@ class Dispatcher:
     def _take(self, line: _Line, acquired: Acquired, known: set[str]) -> bool:
         progress = acquired.progress
         awaits = progress if progress is not None and progress.stage == AWAITS_NODE else None
-        self._say(line, acquired.pending, awaits)
         if acquired.route is not None:
             self._take_route(line, acquired.route)
+        self._say(line, acquired.pending, awaits)  # also where some are there, and taken
         if acquired.error is not None and not line.slots.living:
             self._fail_all(line, acquired.error.to_error())
         return bool(set(line.slots.entries) - known)

@@ -115,7 +115,7 @@ class Link:
         more and may have taken it: it was asked before, and did not answer. And what ``before`` raises.
         """
         subject = subjects.node_open(node, self._gateway)
-        left, asked, away = limits.RPC_TIMEOUT_S, False, False
+        left, asked, away, first = limits.RPC_TIMEOUT_S, False, False, self._clock()
         while True:
             if not self._bus.connected:
                 away = True
@@ -126,7 +126,7 @@ class Link:
             away = False
             began = self._clock()
             try:
-                return await self._bus.call(subject, request, Opened, timeout_s=OPEN_TRY_S)
+                opened = await self._bus.call(subject, request, Opened, timeout_s=OPEN_TRY_S)
             except Unavailable as error:
                 if self._bus.connected:
                     if asked:
@@ -139,6 +139,8 @@ class Link:
                 left -= 0.0 if away else self._clock() - began
                 if left <= 0:
                     raise
+            else:
+                return _believed(opened, node, self._clock() - first if asked else 0.0)
 
     async def close(self) -> None:
         """Send what is left, stop receiving. Repeatable, also where nothing was begun."""
@@ -186,3 +188,11 @@ def batches(items: list[Outgoing]) -> list[tuple[Outgoing, ...]]:
     if batch:
         done.append(tuple(batch))
     return done
+
+
+def _believed(opened: Opened, node: str, since_s: float) -> Opened:
+    """What ``node`` says of a call that it was first asked to take ``since_s`` ago. Raises ``DeadlineExceeded`` where
+    one that it has not may have been taken by its life before."""
+    if opened.status != "accepted" and opened.knows_s < since_s:
+        raise DeadlineExceeded(f"node {node} began anew meanwhile, and knows of no call before that")
+    return opened

@@ -21,7 +21,7 @@ TEXT: Final = ("text/plain",)
 EVENTS: Final = (http.EVENT_STREAM,)
 EITHER: Final = JSON + EVENTS
 """SSE for who accepts it; then the JSON is that of its ``done`` event, or each value an event."""
-TYPES: Final = {"follow": "boolean", "force": "boolean", "limit": "integer", "since": "number"}
+TYPES: Final = {"follow": "boolean", "begun": "boolean", "force": "boolean", "limit": "integer", "since": "number"}
 OPEN: Final = ("/livez", "/readyz", "/metrics")
 
 
@@ -72,7 +72,7 @@ OPERATIONS = (
     Operation("get", f"{API}/functions/{{name}}", "One function", answer=http.FunctionView),
     Operation(
         "delete", f"{API}/functions/{{name}}", "Delete a function; force cancels what runs. 202: calls still run",
-        answer=http.DeletedView, query=("force",), statuses=(200, 202),
+        answer=http.DeletedView, query=("force", "begun"), statuses=(200, 202),
     ),
     Operation(
         "post", f"{API}/functions/{{name}}/rollback", "Give the route back", http.RollbackRequest, http.FunctionView

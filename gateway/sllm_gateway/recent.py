@@ -62,6 +62,7 @@ class Recent:
         while len(self._ended) >= MOST:
             del self._ended[next(iter(self._ended))]
         kept = Call(replace(call.order, body=b""), call.marks, state=call.state)  # not what it was told, nor its answer
+        kept.over = True
         if call.end is not None:
             kept.end = End(usage=call.end.usage, spans=_some(call.end.spans))
         if call.error is not None:

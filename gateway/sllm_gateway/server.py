@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Final
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -20,6 +21,7 @@ from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.errors import HeadTimeout, HeadTooLarge, InvalidRequest
 from sllm_runtime.protocol.limits import MAX_HEAD
 
+_OFFER: Final = frozenset((b"upgrade", b"http2-settings"))
 CLOSE_AFTER_S: Final = 10.0
 """A client that was too slow may read the error for so long; then its connection is reset."""
 REST_S: Final = 2.0
@@ -41,10 +43,13 @@ class Connection(HttpToolsProtocol):
     """Whether a request has begun to come and is not whole."""
     _asked = False
     """Whether its headers are."""
+    _offers = False
+    """Whether these offer an upgrade: it is read again without (``_Parser``)."""
     _look: asyncio.TimerHandle
 
     def __init__(self, *args: Any, head_s: float, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.parser: Any = _Parser(self, self.parser)
         self._head_s = head_s
         self._served: object = self
         """The last request when this connection was looked at and waited for one; itself: it did not."""
@@ -63,9 +68,11 @@ class Connection(HttpToolsProtocol):
 
     # --- before there is a request ------------------------------------------------------------------
     def data_received(self, data: bytes) -> None:
+        body = self._coming and self._asked
         super().data_received(data)
         if self._head is not None:
-            self._head += len(data)
+            if not body or self._asked:  # else it may all be of the request before
+                self._head += len(data)
             if self._head > MAX_HEAD:
                 self._refuse(HeadTooLarge(f"the headers are larger than {MAX_HEAD} bytes; send less"))
         elif self._coming:
@@ -80,16 +87,30 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._head, self._asked = None, True
-        super().on_headers_complete()
+        self._offers = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._offers:
+            self._head, self._asked = None, True
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head = None
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._head, self._coming = None, False
-        super().on_message_complete()
+        if not self._offers:
+            self._head, self._coming = None, False
+            super().on_message_complete()
+
+    def head_without_offer(self) -> bytes:
+        """Of the request whose headers offer to go on in another protocol: without that."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(each for each in _tokens(value) if each.lower() not in _OFFER)
+            if name not in _OFFER and (value or name != b"connection"):
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def timeout_keep_alive_handler(self) -> None:
         """Closed it still waits for a client that does not take the end of its last response."""
@@ -166,6 +187,32 @@ class Connection(HttpToolsProtocol):
     def _abort_if_stuck(self) -> None:
         if self.transport.get_write_buffer_size() > 0:
             self.transport.abort()
+
+
+class _Parser:
+    """Reads requests that offer an upgrade, as Java's client does and ``curl --http2``, as if they did not: nobody here
+    speaks anything else. llhttp takes their bodies for the other protocol, and so for the next request."""
+
+    def __init__(self, connection: Connection, inner: Any) -> None:
+        self._connection, self._inner = connection, inner
+
+    def feed_data(self, data: bytes) -> None:
+        while True:
+            try:
+                self._inner.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if not self._connection._offers:  # CONNECT
+                    raise
+                data = self._connection.head_without_offer() + bytes(data[offer.args[0] :])
+                self._inner = httptools.HttpRequestParser(self._connection)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _tokens(value: bytes) -> list[bytes]:
+    return [each.strip() for each in value.split(b",") if each.strip()]
 
 
 class Server(uvicorn.Server):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from sllm_invoker.call import Call, Key
 from sllm_invoker.gateway_link import GatewayLink, Line
@@ -105,7 +105,7 @@ class Relay:
         """Since when a link has nothing to do."""
         self._cancelled: dict[Key, float] = {}
         self._over: dict[Key, float] = {}
-        self._ticked = clock()
+        self._began = self._ticked = clock()
         self._connected_since: float | None = clock()
 
     @property
@@ -123,12 +123,12 @@ class Relay:
         if key in self._over:
             return Opened(status="accepted", note="again")
         if key in self._cancelled:
-            return Opened(status="busy", note="cancelled before it was opened")
+            return self._not_taken("busy", "cancelled before it was opened")
         host = self._find(head.instance)
         if host is None or not host.open_for_calls:
-            return Opened(status="gone", note=f"instance {head.instance} takes no calls here")
+            return self._not_taken("gone", f"instance {head.instance} takes no calls here")
         if not host.free_slot:
-            return Opened(status="busy")
+            return self._not_taken("busy")
         now = self._clock()
         call = Call(host.next_number(), gateway, head, now)
         parts = call.take_body(request.first, now)
@@ -139,6 +139,9 @@ class Relay:
         self._calls[key] = (call, host)
         host.begin(call, parts)
         return _taken(host)
+
+    def _not_taken(self, status: Literal["busy", "gone"], note: str = "") -> Opened:
+        return Opened(status=status, note=note, knows_s=self._clock() - self._began)
 
     def on_message(self, gateway: str, message: ToNode) -> None:
         """Everything one gateway sent in one step."""

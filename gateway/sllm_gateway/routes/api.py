@@ -160,19 +160,14 @@ class Api:
         return shown(views.function(await self._controller.function(info.record.function) if info.next else info))
 
     async def delete(self, request: Request) -> Response:
-        """200 when it is gone; 202 when running calls still hold it after ``DELETE_WAIT_S``."""
+        """200 when it is gone; 202 when running calls still hold it after ``DELETE_WAIT_S``: ask again, ``begun``."""
         name = name_of(request)
         force = flag_of(request, "force")
         until = self._clock() + DELETE_WAIT_S
-        asked = False
+        begun = flag_of(request, "begun")
         while True:
-            try:
-                ok = await self._controller.ask("delete", ctl.Delete(function=name, force=force), Ok)
-            except FunctionNotFound:
-                if not asked:
-                    raise
-                return shown(DeletedView(function=name, deleted=True, note="deleted"))
-            asked = True
+            ok = await self._controller.ask("delete", ctl.Delete(function=name, force=force, begun=begun), Ok)
+            begun = True
             if not ok.note.startswith("draining"):
                 return shown(DeletedView(function=name, deleted=True, note=ok.note))
             if self._clock() > until:

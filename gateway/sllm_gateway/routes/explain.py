@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Final
 
@@ -29,17 +29,27 @@ from sllm_runtime.protocol.manifest import NAME
 from sllm_runtime.protocol.states import INSTANCE, CallState, InstanceState, final
 
 _OVER: Final = frozenset(state.value for state in InstanceState if final(INSTANCE, state))
+_OF_CALLS: Final = "call."
 _ENDS: Final[dict[str, CallState]] = {Kind.CALL_FAILED: CallState.FAILED, Kind.CALL_CANCELLED: CallState.CANCELLED}
 
 
 class Explaining:
     """One question to the controller, and what a gateway or its journal knows of the call."""
 
-    def __init__(self, bus: Bus, controller: Controller, recent: Recent, journal: Journal) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        controller: Controller,
+        recent: Recent,
+        journal: Journal,
+        coming: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """``coming`` waits while a call that nobody has may be one of a gateway that has died."""
         self._bus = bus
         self._controller = controller
         self._recent = recent
         self._journal = journal
+        self._coming = coming
 
     def routes(self) -> list[BaseRoute]:
         return [Route(f"{API}/explain/{{what}}", self.explain, methods=["GET"])]
@@ -74,7 +84,9 @@ class Explaining:
             return await self._of_events(told)
         if expired is not None:
             raise expired
-        return None
+        await self._coming(call)  # its gateway may be slow, or have died just now
+        known = await self._recent.anywhere(call) or await self._kept(call)
+        return await self._of_call(known) if known is not None else None
 
     async def _kept(self, call: str) -> CallTold | None:
         """What its journal says of it, whose gateway may be no more. Raises ``JournalExpired``, ``Unavailable``."""
@@ -99,10 +111,12 @@ class Explaining:
 
     async def _of_events(self, told: Sequence[Event]) -> ExplainView:
         """A call whose gateway is no more, or has forgotten it: as far as it was told of."""
-        last, function = told[-1], told[-1].function
+        own = [event for event in told if event.kind.startswith(_OF_CALLS)]  # the start it waited for may go on
+        last, function = (own or told)[-1], told[-1].function
         assert function is not None
-        instance = next((event.instance for event in reversed(told) if event.instance), None)
-        asked = ctl.Explain(function=function, version=last.version, instance=instance or "")
+        instance = next((event.instance for event in reversed(own) if event.instance), None)
+        started = next((event.instance for event in reversed(told) if event.instance), "")
+        asked = ctl.Explain(function=function, version=last.version, instance=instance or started or "")
         state = _ENDS.get(last.kind)
         of_call = {
             "call": last.call,
@@ -131,6 +145,8 @@ class Explaining:
         found = await self._asked(ctl.Explain(function=name))
         known = {start.instance: start for start in found.starts}
         for each in (await recorded(self._bus, name)).values():
+            if each.version != found.version:
+                continue
             for start in (start for start in each.starts if start.at >= found.since):
                 now = known.get(start.instance)
                 if now is None:

@@ -46,8 +46,8 @@ class Deletions:
     async def delete(self, request: Delete) -> Ok:
         """Long poll: ``deleted``, or after LONG_POLL_S ``draining: …``; ask again. Raises ``FunctionNotFound``,
         ``Unavailable`` where it cannot be stored that it goes."""
-        name = request.function
-        if request.again and name not in self._loop.view.functions:
+        name, known = request.function, self._loop.view.functions.get(request.function)
+        if (request.again and known is None) or (request.begun and (known is None or not known.deleting)):
             return Ok(note="deleted")
         await self._loop.commit(lambda view: leaving(view, name, force=request.force))
         done = self._start(name)
@@ -75,10 +75,15 @@ class Deletions:
                 log.info("waits for running calls to end before it is deleted", extra={"function": name})
             reached = {record.bundle for record in self._loop.view.versions_of(name)}
             await self._remove(name)
+            self._forget(name, done)  # from here on its name may be another's, which may be deleted as well
             await remove_bundles(self._loop, self._bus, sorted(reached), self._needed)
         finally:
-            self._running.pop(name, None)
+            self._forget(name, done)
             done.set()
+
+    def _forget(self, name: str, done: asyncio.Event) -> None:
+        if self._running.get(name) is done:
+            del self._running[name]
 
     async def _remove(self, name: str) -> None:
         """Until the store has it: whoever is told that it is deleted never sees it again."""

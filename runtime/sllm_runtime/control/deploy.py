@@ -197,8 +197,13 @@ class Deployments:
         """Give it the route. From here on it is not called back any more. Raises ``Unavailable``: it has not got it."""
         deployment.active = key[1]
         by = deployment.request.request
+
+        def step(view: View) -> View:
+            registry.present(view, key[0])  # somebody may have had it deleted meanwhile
+            return registry.prune(registry.activate(view, key, by), key[0])
+
         try:
-            await self._loop.commit(lambda view: registry.prune(registry.activate(view, key, by), key[0]))
+            await self._loop.commit(step)
         except BaseException:
             deployment.active = None
             raise

@@ -164,10 +164,12 @@ class Models:
         return registry.model_info(self._loop.view, record, "; ".join(wrong))
 
     async def delete(self, digest: str, *, again: bool = False) -> ModelInfo:
-        """Forget it, and remove it from the nodes that are up, also where it is only coming: no report says that.
-        ``again``: it was asked before, and may be forgotten already. Raises ``Conflict`` while a version needs it."""
-        find = registry.left_of if again else registry.model_of
-        record = find(self._loop.view, digest)
+        """Forget it, and remove it from the nodes that are up, also where it is only coming: no report says that; where
+        it is left ``problem`` says. ``again``: it was asked before, and may be forgotten already, as it may be while a
+        node has it. Raises ``Conflict`` while a version needs it."""
+        record = registry.left_of(self._loop.view, digest)
+        if not (again or self._lies(record.digest)):
+            registry.model_of(self._loop.view, digest)
         info = registry.model_info(self._loop.view, record)
         await self._loop.commit(lambda view: registry.drop_model(view, record.digest))
         nodes = self._holders(record.digest) | self._living(lambda status: status.storage is not None)
@@ -175,6 +177,8 @@ class Models:
         whole = len(record.digest) == len(DIGEST) + 64
         errors = await self._on(nodes if whole else (), "delete", record.digest)
         left = [e.message for e in errors if e is not None and not isinstance(e, ModelNotFound)]
+        away = sorted(self._lies(record.digest) - self._living(lambda _: True))
+        left += [f"{node}: it is not heard, and has it still" for node in away]
         return msgspec.structs.replace(info, problem=f"not removed everywhere: {'; '.join(left)}" if left else "")
 
     async def _on(self, nodes: Iterable[str], verb: str, digest: str) -> list[SllmError | None]:
@@ -188,9 +192,18 @@ class Models:
             return msgspec.structs.replace(error.body(), message=f"{node}: {error.message}").to_error()
         return None
 
+    def _lies(self, digest: str) -> set[str]:
+        """Nodes whose last report says that they have it, whether they live or not."""
+        said = {name: node.status for name, node in self._loop.view.nodes.items()}
+        return {
+            name
+            for name, status in said.items()
+            if status is not None and (digest in status.models or digest in status.resident)
+        }
+
     def _holders(self, digest: str) -> set[str]:
         """Living nodes that report to have it."""
-        return self._living(lambda status: digest in status.models or digest in status.resident)
+        return self._lies(digest) & self._living(lambda _: True)
 
     def _living(self, which: Callable[[NodeStatus], bool]) -> set[str]:
         view, now = self._loop.view, time.monotonic()

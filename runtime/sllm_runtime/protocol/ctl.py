@@ -141,10 +141,12 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delete(Ending, frozen=True, kw_only=True):
-    """Remove a function: drain, or with ``force`` cancel what runs."""
+    """Remove a function: drain, or with ``force`` cancel what runs. ``begun``: that it drains was answered before. What
+    has its name by now and does not is another one."""
 
     function: str
     force: bool = False
+    begun: bool = False
 
 
 class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):

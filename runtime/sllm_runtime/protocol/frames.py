@@ -164,6 +164,9 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
 
     status: Literal["accepted", "busy", "gone"]
     note: str = ""
+    knows_s: float = 0.0
+    """Of one that it has not: for so many seconds its node has known of all that it took. 0: also of a node of
+    before."""
     feeds: bool = False
     """As ``holds``, for gateways of the version before."""
     holds: bool = False

@@ -17,7 +17,6 @@ from sllm.cli.interrupt import naming
 from sllm.cli.invoke import invoke
 from sllm.cli.logs import logs
 from sllm.cli.warmup import warmup
-from sllm_runtime.protocol.errors import FunctionNotFound
 from sllm_runtime.protocol.http import API, FunctionListView, FunctionView
 
 app = typer.Typer(
@@ -122,15 +121,9 @@ def delete(
 
 def _delete(connection: Any, name: str, force: bool) -> Any:
     """Asks until it is gone: the gateway answers after a while also where calls still run."""
-    asked = False
+    query = {"force": "true"} if force else {}
     while True:
-        try:
-            query = {"force": "true"} if force else {}
-            answer = connection.request("DELETE", transport.about(name), params=query)
-        except FunctionNotFound:
-            if not asked:
-                raise
-            return {"function": name, "deleted": True, "note": "deleted"}
+        answer = connection.request("DELETE", transport.about(name), params=query)
         if not isinstance(answer, dict) or answer.get("deleted", True):
             return answer
-        asked = True
+        query["begun"] = "true"  # what has its name after that is another's

@@ -13,7 +13,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Conflict, SllmError
 from sllm_runtime.protocol.states import InstanceState
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, manifest
 from tests.unit.control.world import deployed
 from tests.unit.control.world import manifest as world_manifest
@@ -105,6 +105,58 @@ async def test_a_deletion_takes_no_function_that_has_its_name_next(
     deployed = await bench.gateway.deploy(manifest(), b"2")
     assert deployed.version is not None
     assert loop.view.functions["chat"].active == deployed.version.version
+
+
+async def test_what_has_its_name_while_its_bundles_go_is_deleted_for_itself(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetStream elects: bundles take long. Who has asked for the first one is told that it is gone, and ends no other;
+    the second one goes when somebody asks for that."""
+    gateway, loop, remove = bench.gateway, bench.controller.loop, remove_bundles
+    go_on, waits = asyncio.Event(), asyncio.Event()
+
+    async def slowly(*args: Any) -> None:
+        waits.set()
+        await go_on.wait()
+        await remove(*args)
+
+    monkeypatch.setattr(deletion, "remove_bundles", slowly)
+    await gateway.deploy(manifest(), b"of one")
+    one = asyncio.create_task(gateway.ask("delete", ctl.Delete(function="chat", force=True)))
+    await asyncio.wait_for(waits.wait(), GIVE_UP_S)
+    await gateway.deploy(manifest(), b"of another")
+    asked = await gateway.ask("delete", ctl.Delete(function="chat", force=True, begun=True))
+    assert asked.note == "deleted"
+    assert not loop.view.functions["chat"].deleting
+    two = asyncio.create_task(gateway.ask("delete", ctl.Delete(function="chat", force=True)))
+    await until(lambda: "chat" not in loop.view.functions, what="the second one is removed too")
+    go_on.set()
+    assert [(await each).note for each in (one, two)] == ["deleted", "deleted"]
+
+
+async def test_what_is_deleted_while_its_model_is_made_ready_is_not_said_to_be_deployed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its content is there already."""
+    gateway, node, loop = bench.gateway, bench.node, bench.controller.loop
+    await gateway.deploy(manifest(model="/models/tiny"))
+    (name,), put, before = bench.live(), node.put, len(node.prepares)
+
+    def slowly(instance: str, state: InstanceState, **fields: Any) -> None:
+        if instance != name:  # a call of it still runs
+            put(instance, state, **fields)
+
+    monkeypatch.setattr(node, "put", slowly)
+    node.prepared.clear()
+    deploying = asyncio.create_task(gateway.deploy(manifest(model="/models/tiny")))
+    await until(lambda: len(node.prepares) > before, what="its model is made ready")
+    deleting = asyncio.create_task(gateway.ask("delete", ctl.Delete(function="chat")))
+    await until(lambda: loop.view.functions["chat"].deleting, what="somebody else deletes it")
+    node.prepared.set()
+    with pytest.raises(Conflict, match="being deleted"):
+        await deploying
+    put(name, InstanceState.STOPPED)
+    assert (await deleting).note == "deleted"
 
 
 def test_what_has_a_name_by_now_is_not_removed_with_what_had_it() -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 import hashlib
+import time
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from sllm_runtime.control import registry
@@ -113,17 +116,35 @@ async def test_a_model_whose_deletion_is_asked_of_the_next_controller_goes_from_
     digest, loop = registered.model.digest, bench.controller.loop
     await until(lambda: registry.holders(loop.view, frozenset({digest})), what="n1 has told of it")
     await loop.commit(lambda view: registry.drop_model(view, digest))
-    bench.node.problem = Unavailable("its disk is away")
-    for named, left in ((digest[7:15], "not removed everywhere: n1: its disk is away"), (digest, "")):
-        with pytest.raises(ModelNotFound):
-            await bench.gateway.ask("model", ctl.ModelRef(digest=named, verb="delete"))
-        again = ctl.ModelRef(digest=named, verb="delete", again=True)
-        assert (await bench.gateway.ask("model", again)).problem == left
-        bench.node.problem = None
-    assert [(command.verb, command.digest) for command in bench.node.commands] == [("delete", digest)] * 2
+    away = "not removed everywhere: n1: its disk is away"
+    for named, again, left in ((digest[7:15], True, away), (digest, False, away), (digest[7:15], False, "")):
+        bench.node.problem = Unavailable("its disk is away") if left else None
+        asked = ctl.ModelRef(digest=named, verb="delete", again=again)
+        assert (await bench.gateway.ask("model", asked)).problem == left
+    assert [(command.verb, command.digest) for command in bench.node.commands] == [("delete", digest)] * 3
     nowhere = ctl.ModelRef(digest="abcd", verb="delete", again=True)
     assert (await bench.gateway.ask("model", nowhere)).problem == ""
-    assert len(bench.node.commands) == 2, "no node can be asked for a beginning"
+    with pytest.raises(ModelNotFound):
+        await bench.gateway.ask("model", msgspec.structs.replace(nowhere, again=False))
+    assert len(bench.node.commands) == 3, "no node can be asked for a beginning"
+
+
+async def test_a_node_that_is_not_heard_and_has_a_model_that_is_deleted_is_named(bench: Bench) -> None:
+    """It can be asked for again once the node is back, though nobody knows the model any more."""
+    registered: ctl.Registered = await bench.gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
+    assert registered.model is not None
+    digest, loop = registered.model.digest, bench.controller.loop
+    await until(lambda: registry.holders(loop.view, frozenset({digest})), what="n1 has told of it")
+    bench.node.silent = True
+    loop.change(lambda view: view.put_node(replace(view.nodes["n1"], lost=True)))
+    delete = ctl.ModelRef(digest=digest, verb="delete")
+    problem = (await bench.gateway.ask("model", delete)).problem
+    assert problem == "not removed everywhere: n1: it is not heard, and has it still"
+    bench.node.silent = False
+    bench.node.tell()
+    await until(lambda: loop.view.alive("n1", time.monotonic()), what="n1 is heard again")
+    assert (await bench.gateway.ask("model", delete)).problem == ""
+    assert [command.verb for command in bench.node.commands] == ["delete"]
 
 
 async def test_a_model_is_looked_for_wherever_it_may_be(bench: Bench, nats: Nats) -> None:

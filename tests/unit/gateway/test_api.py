@@ -18,6 +18,7 @@ from sllm_gateway.app import running
 from sllm_gateway.openapi import OPERATIONS, document
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform import bundles, trace
+from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
@@ -46,7 +47,7 @@ from sllm_runtime.protocol.node import (
 )
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
-from tests.fixtures.nats import GATEWAY, GATEWAY_2, NODE, Nats, stored
+from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, Nats, stored
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
 from tests.unit.gateway.test_expansion import doubled
@@ -858,3 +859,56 @@ async def test_a_gateway_that_is_ended_before_it_has_begun_leaves_nothing(
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
+
+
+async def test_a_call_that_has_ended_waits_for_nothing_whatever_others_wait_for(nats: Nats) -> None:
+    async def explain(request: ctl.Explain) -> ctl.Explained:
+        return ctl.Explained(function=request.function, version=1, policy="P", decision="d")
+
+    begun = list[Run]()
+
+    async def once(run: Run) -> None:
+        begun.append(run)
+        if len(begun) == 1:
+            run.end()
+        else:
+            await hang(run)
+
+    async with world(nats) as w:
+        await w.controller.serve("explain", ctl.Explain, explain)
+        await w.deploy(manifest("full", concurrency=1, max_instances=1), entry("i2", concurrency=1), script=once)
+        first = await w.http.post("/fn/full")
+        assert first.status_code == 200
+        others = [asyncio.create_task(w.http.post("/fn/full", headers=SSE)) for _ in range(2)]
+
+        async def waits() -> bool:
+            calls = (await w.http.get("/v1/calls")).json()["calls"]
+            return any(each["state"] == "QUEUED" for each in calls)
+
+        await until(waits, what="one of them waits")
+        found = (await w.http.get(f"{API}/explain/{first.headers['sllm-call-id']}")).json()
+        await end(others)
+    assert (found["state"], found["waits"]) == ("SUCCEEDED", "")
+
+
+async def test_how_a_call_ended_is_told_also_where_its_start_was_over_later(nats: Nats) -> None:
+    """And not that it was where that start was."""
+
+    async def explain(request: ctl.Explain) -> ctl.Explained:
+        raise FunctionNotFound(request.function)
+
+    async with world(nats) as w:
+        await w.controller.serve("explain", ctl.Explain, explain)
+        for bus, who, name, kind, message, instance in (
+            (w.gateway._bus, "gateway", GATEWAY, "call.cancelled", "the caller went away", None),
+            (w.controller.bus, "controller", CONTROLLER, "instance.ready", "in 5 s", "late-1"),
+        ):
+            told = Happened(
+                kind=kind, at=1.0, component=who, function="f", version=1, call="call-of-before", instance=instance,
+                message=message,
+            )  # fmt: skip
+            bus.publish_now(subjects.event(who, name, kind, "f", told.call), told)
+            await bus.flush()
+        await stored(w.controller.bus, subjects.EVENTS_STREAM, "sllm.events.*.*.*.*.*.call-of-before", 2)
+        found = (await w.http.get(f"{API}/explain/call-of-before")).json()
+    assert (found["state"], found["error"], found["instance"]) == ("CANCELLED", "the caller went away", None)

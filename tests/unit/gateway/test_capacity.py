@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.ctl import Acquire, Acquired
 from sllm_runtime.protocol.errors import NoController
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
@@ -240,3 +241,36 @@ async def test_of_two_calls_that_wait_for_one_start_the_later_queues_behind_it(n
         ["queue", "sandbox", "setup", "first_token", "tokens"],
         ["queue", "sandbox", "setup", "queue", "first_token", "tokens"],
     ]
+
+
+async def test_why_no_more_is_started_is_known_where_some_are_there_and_taken(nats: Nats) -> None:
+    """The ordinary full cluster: the answer has the instance that is at work, and why there is no other."""
+    why, described = (
+        "all capacity is in use: needs 1 GPU",
+        manifest("hang", concurrency=1, max_queue=1, queue_timeout=3),
+    )
+    busy, asked = entry("i1", concurrency=1), list[bool]()
+
+    async def acquire(request: Acquire) -> Acquired:
+        asked.append(request.pending)
+        if request.pending:
+            await asyncio.sleep(request.wait_s)
+        return Acquired(
+            route=Route(function="hang", version=1, manifest=described, active=True, entries=(busy,)), pending=why
+        )
+
+    async with world(nats) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(described, busy, script=hang)
+        calls = [asyncio.create_task(w.http.post("/fn/hang", headers=SSE))]
+        await until(lambda: w.node.runs, what="the only slot is taken")
+        calls.append(asyncio.create_task(w.http.post("/fn/hang")))
+        await until(lambda: True in asked, what="it is asked on, as who knows why")
+        full = await w.http.post("/fn/hang")
+        assert full.status_code == 429
+        late = (await calls[1]).json()["error"]
+        assert late["code"] == "queue_timeout"
+        assert why in late["message"]
+        assert asked.count(False) == 1
+        await end(calls)
+        await until(lambda: not len(w.gateway.calls))

@@ -5,9 +5,11 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
+from sllm_gateway.server import Connection
 from sllm_runtime.protocol.limits import MAX_HEAD
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -188,3 +190,60 @@ async def test_what_is_asked_of_no_path_is_refused(nats: Nats) -> None:
         await send(sock, b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert error(await rest(sock)) == (404, "not_found")
         assert 'sllm_http_requests_total{route="other",status="404"} 1.0' in (await w.http.get("/metrics")).text
+
+
+OFFERS = b"connection: keep-alive, Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_offer_to_go_on_in_another_protocol_is_passed_over(nats: Nats, chunked: bool, split: bool) -> None:
+    """As Java's client makes it, and ``curl --http2``: its body is the request's, and the next one follows."""
+
+    async def echo(run: Run) -> None:
+        run.out(bytes(run.body).decode())
+        run.end()
+
+    body = b'{"question":"how are you"}'
+    async with world(nats) as w, connected(w) as sock:
+        await w.deploy(manifest("echo", streams=False), entry(), script=echo)
+        head = b"POST /fn/echo HTTP/1.1\r\nhost: x\r\n" + OFFERS
+        if chunked:
+            head, sent = head + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        else:
+            head, sent = head + b"content-length: %d\r\n\r\n" % len(body), body
+        for part in (head, sent) if split else (head + sent,):
+            await send(sock, part)
+            await asyncio.sleep(0.05 if split else 0)  # nothing tells that it was read
+        await until(lambda: w.node.runs, what="it is called")
+        await until(lambda: not len(w.gateway.calls), what="it is answered")
+        await send(sock, ASKED)
+        assert await until_answered(sock, b"ok\n")
+        assert [bytes(run.body) for run in w.node.runs.values()] == [body]
+
+
+async def test_a_head_behind_a_large_body_in_one_read_is_not_as_large_as_that(nats: Nats) -> None:
+    async def length(run: Run) -> None:
+        run.out(len(run.body))
+        run.end()
+
+    body = b'{"a":"' + b"x" * 150_000 + b'"}'
+    async with world(nats) as w:
+        await w.deploy(manifest("length", streams=False), entry(), script=length)
+        head = b"POST /fn/length HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        reads = (head + body[:-80_000], body[-80_000:] + ASKED[:-4], ASKED[-4:])
+        async with connected(w) as sock:
+            seen, read = list[int](), Connection.data_received
+
+            def noted(connection: Connection, data: bytes) -> None:
+                read(connection, data)
+                seen.append(len(data))
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Connection, "data_received", noted)
+                sent = 0
+                for part in reads:
+                    await send(sock, part)
+                    sent += len(part)
+                    await until(partial(lambda total: sum(seen) >= total, sent), what="it is read")
+            assert await until_answered(sock, b"ok\n")

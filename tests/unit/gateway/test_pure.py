@@ -155,7 +155,7 @@ def test_what_another_instance_may_cure(cls: type[tree.SllmError]) -> None:
     """A death is gone on with; what is the request's own, the caller's wish or the time's is not tried again."""
     never = {"invalid_request", "cancelled", "deadline_exceeded", "not_deterministic", "output_too_large"}
     codes = {each.code for each in cls.__mro__ if issubclass(each, tree.SllmError)}
-    assert worth_resuming(cls("x")) is bool(codes & {"instance_lost", "gateway_silent"})
+    assert worth_resuming(cls("x")) is bool(codes & {"instance_lost", "draining", "gateway_silent"})
     assert worth_retrying(cls("x")) is not bool(codes & never)
 
 

@@ -71,7 +71,10 @@ async def test_a_worker_is_not_judged_by_what_this_process_has_not_heard(monkeyp
     node = instances_at(clock)
     node.start(asked)
     instance = node._instances[asked.instance]
-    instance._state, instance.work = InstanceState.READY, cast(Any, SimpleNamespace(deaf=lambda _: None))
+    instance._state, instance.work = (
+        InstanceState.READY,
+        cast(Any, SimpleNamespace(deaf=lambda _: None, forgive=lambda _: None)),
+    )
     instance._sandboxes[0] = cast(Any, SimpleNamespace(short_of_memory=lambda: False))
     instance._hear()
     clock.now += 10 * limits.LOST_AFTER_S
