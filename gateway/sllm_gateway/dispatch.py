@@ -235,8 +235,9 @@ class Dispatcher:
         return line
 
     def _drop_if_idle(self, line: _Line) -> None:
-        if line.version.removed and not line.slots.waiting and not line.slots.running:
-            self._lines.pop(line.version.key, None)
+        idle = line.version.removed and not line.slots.waiting and not line.slots.running
+        if idle and self._lines.get(line.version.key) is line:  # else another function has its name by now
+            del self._lines[line.version.key]
 
     def _go(self, line: _Line) -> None:
         self._pump(line, self._clock())

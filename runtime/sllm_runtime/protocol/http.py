@@ -8,7 +8,7 @@ from pydantic import Base64Bytes, Field
 
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import MAX_BUNDLE
-from sllm_runtime.protocol.manifest import Frozen, Manifest
+from sllm_runtime.protocol.manifest import Frozen, Manifest, Place
 
 CALL_ID: Final = "Sllm-Call-Id"
 EXACT: Final = "Sllm-Exact"
@@ -164,7 +164,7 @@ class BundleView(Frozen):
 
 
 class ModelRegisterRequest(Frozen):
-    uri: str = Field(min_length=1, max_length=2048)
+    uri: Place = Field(min_length=1)
 
 
 class PullRequest(Frozen):

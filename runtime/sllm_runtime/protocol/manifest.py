@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -43,6 +43,13 @@ def _name(value: str) -> str:
     return value
 
 
+def _place(value: str) -> str:
+    """Raises ``ValueError`` for what names no place, and would be read as another."""
+    if any(ord(letter) < 0x20 for letter in value):
+        raise ValueError(f"{value!r} is no place of a model: it has control characters")
+    return value
+
+
 def _env(value: dict[str, str]) -> dict[str, str]:
     for key, text in value.items():
         if not ENV_NAME.match(key):
@@ -61,6 +68,7 @@ def _adapters(value: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"{name!r} can be no adapter's name: it would mean a version; choose another")
         if not 0 < len(place) <= MAX_PLACE:
             raise ValueError(f"adapter {name!r} needs a place of 1 to {MAX_PLACE} characters, as model has")
+        _place(place)
     return value
 
 
@@ -165,6 +173,10 @@ class Resources(Described):
         return tuple(kinds)
 
 
+Place: TypeAlias = Annotated[str, Field(max_length=MAX_PLACE), AfterValidator(_place)]
+"""Where a model is."""
+
+
 class Manifest(Resources):
     """A function's declared properties. Times are seconds, sizes bytes; texts like ``"5m"`` or ``"2GiB"`` are taken."""
 
@@ -172,7 +184,7 @@ class Manifest(Resources):
     name: Name
     description: str = Field(default="", max_length=2000)
     handler: Handler
-    model: str | None = Field(default=None, max_length=MAX_PLACE)
+    model: Place | None = None
     """A directory, ``hf://org/name@revision``, ``s3://bucket/prefix``, or ``sha256:…`` of a registered model."""
     adapters: Annotated[dict[str, str], AfterValidator(_adapters)] = Field(default_factory=dict)
     """LoRA adapters of the model, by the name by which a call chooses one: each at a place such as ``model`` names."""

@@ -33,7 +33,7 @@ METRICS_S: Final = 2.0
 
 def top(
     context: typer.Context,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks.")] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Look once. So it is without --json where stdout is no terminal.")
     ] = False,

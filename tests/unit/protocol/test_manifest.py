@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.http import ModelRegisterRequest
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.quantities import LONGEST_S, MOST_BYTES
 from sllm_runtime.protocol.records import VersionRecord
@@ -100,3 +101,15 @@ def test_what_was_taken_before_there_were_limits_is_read_and_cut_to_them(packed:
     assert codec.from_json(VersionRecord, codec.to_json(read)) == read
     with pytest.raises(ValidationError):  # who hands it in today is told
         Manifest.model_validate(msgspec.json.decode(BEFORE)["manifest"])
+
+
+@pytest.mark.parametrize("place", ["\0", "/models/a\nb", "s3://models/\x1b[31m"])
+def test_what_has_control_characters_is_no_place_of_a_model(place: str) -> None:
+    """A NUL would be read as the directory of whoever reads it."""
+    text = json.dumps(place)
+    with pytest.raises(ValidationError, match="control characters"):
+        read("model", text)
+    with pytest.raises(ValidationError, match="control characters"):
+        read("adapters", f'{{"one": {text}}}')
+    with pytest.raises(ValidationError, match="control characters"):
+        ModelRegisterRequest(uri=place)
