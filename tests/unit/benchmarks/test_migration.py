@@ -238,7 +238,8 @@ def test_calls_whose_answers_hold_half_characters_back_are_not_made(monkeypatch:
 
 def test_what_a_cluster_has_on_machines_of_its_own_waits_for_no_core(tmp_path: Path) -> None:
     titles = ("sllm-gateway", "/bin/nats-server", "sllm-worker")
-    says = shlex.quote("import time; print('{}', flush=True); time.sleep(60)")
+    # In one write each: three share the pipe, and an unbuffered ``print`` writes its end apart.
+    says = shlex.quote(r"import os, time; os.write(1, b'{}\n'); time.sleep(60)")
     children = "".join(f"(exec -a {title} {shlex.quote(sys.executable)} -c {says}) & " for title in titles)
     with Program(["bash", "-c", f"{children} wait"], tmp_path / "log") as program:
         for _ in titles:
