@@ -206,6 +206,7 @@ class _Parser:
                     raise
                 data = self._connection.head_without_offer() + bytes(data[offer.args[0] :])
                 self._inner = httptools.HttpRequestParser(self._connection)
+                self._inner.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
