@@ -194,12 +194,7 @@ class Models:
 
     def _lies(self, digest: str) -> set[str]:
         """Nodes whose last report says that they have it, whether they live or not."""
-        said = {name: node.status for name, node in self._loop.view.nodes.items()}
-        return {
-            name
-            for name, status in said.items()
-            if status is not None and (digest in status.models or digest in status.resident)
-        }
+        return set(registry.holders(self._loop.view, frozenset({digest})).get(digest, ()))
 
     def _holders(self, digest: str) -> set[str]:
         """Living nodes that report to have it."""
