@@ -82,6 +82,7 @@ def function(info: FunctionInfo) -> FunctionView:
         url=f"/fn/{record.function}",
         streams=manifest.handler.streams if manifest else False,
         openai=manifest.engine if manifest else False,
+        deleting=record.deleting,
         manifest=manifest,
         versions=tuple(version(v, record.active) for v in info.versions),
         instances=tuple(instance(i) for i in info.instances),

@@ -101,6 +101,8 @@ class FunctionView(Frozen):
     streams: bool
     openai: bool
     """Whether the OpenAI routes serve it."""
+    deleting: bool = False
+    """It takes no more calls, and goes once those that run have finished."""
     manifest: Manifest | None = None
     versions: tuple[VersionView, ...] = ()
     instances: tuple[InstanceView, ...] = ()

@@ -13,16 +13,18 @@ from sllm.cli import output
 from sllm.client import Client
 from sllm.profiles import Profile
 from sllm.retry import NEVER
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import InstanceLost, SllmError
 from sllm_runtime.protocol.http import API, StatusView
 from sllm_runtime.protocol.limits import TOLD_AFTER_S
 
 STATUS_S: Final = 5.0
 WAITS: Final = "waiting for a controller that leads ..."
+SILENT: Final = "{} has not answered for some seconds; it is waited for ..."
 
 
 class Patient(Client):
-    """The gateway waits while another controller takes over; after TOLD_AFTER_S stderr says so, if it is that."""
+    """The gateway waits while another controller takes over; after TOLD_AFTER_S stderr says so, if it is that;
+    or that the gateway itself says nothing."""
 
     def request(self, method: str, path: str, **options: Any) -> Any:
         """As ``Client.request``."""
@@ -44,6 +46,10 @@ def _tell(profile: Profile, over: threading.Event) -> None:
     if over.wait(TOLD_AFTER_S):
         return
     with suppress(SllmError, ValidationError), Client(profile=profile, timeout=STATUS_S, retry=NEVER) as asks:
-        status = StatusView.model_validate(asks.request("GET", f"{API}/status"))
-        if not status.controller and not over.is_set():
-            output.note(WAITS)
+        asked = asks.url
+        try:
+            waits = None if StatusView.model_validate(asks.request("GET", f"{API}/status")).controller else WAITS
+        except InstanceLost:  # it took the connection, and says nothing
+            waits = SILENT.format(asked)
+        if waits is not None and not over.is_set():
+            output.note(waits)

@@ -44,11 +44,14 @@ def _took(view: CallView) -> str:
 
 def functions(found: Sequence[FunctionView]) -> None:
     """One row a function."""
-    rows = [
-        (view.name, f"v{view.active}" if view.active else "-", str(len(view.instances)), view.url, _model(view))
-        for view in found
-    ]
+    rows = [(view.name, _active(view), str(len(view.instances)), view.url, _model(view)) for view in found]
     output.table(("NAME", "ACTIVE", "INSTANCES", "URL", "MODEL"), rows, empty="no functions yet; `sllm fn deploy FILE`")
+
+
+def _active(view: FunctionView) -> str:
+    if view.deleting:
+        return "deleting"
+    return f"v{view.active}" if view.active else "-"
 
 
 def _model(view: FunctionView) -> str:
@@ -58,6 +61,8 @@ def _model(view: FunctionView) -> str:
 def function(view: FunctionView) -> None:
     """Everything about one function."""
     output.text(f"{view.name}  POST {view.url}" + ("  (also on /v1 of OpenAI)" if view.openai else ""))
+    if view.deleting:
+        output.text("  is being deleted: it takes no more calls and goes once those that run have finished")
     if view.manifest is not None:
         default = {"name", "handler", "schema_version", "description"}
         fields = view.manifest.model_dump(mode="json", exclude_defaults=True, exclude=default)

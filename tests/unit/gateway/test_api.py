@@ -816,6 +816,11 @@ def test_what_is_answered_is_as_the_openapi_document_says() -> None:
     assert not jsonschema_rs.is_valid(root, {**view, "active": "one"})
 
 
+def test_a_function_that_is_being_deleted_is_shown_so() -> None:
+    going = msgspec.structs.replace(INFO, record=msgspec.structs.replace(INFO.record, deleting=True))
+    assert [views.function(info).deleting for info in (INFO, going)] == [False, True]
+
+
 async def test_the_openapi_document_names_every_route(nats: Nats) -> None:
     async with world(nats) as w:
         served = (await w.http.get(f"{API}/openapi.json")).json()

@@ -17,6 +17,7 @@ from sllm_runtime.protocol.http import (
     ErrorView,
     ExplainView,
     FunctionListView,
+    FunctionView,
     GpuView,
     HereView,
     NodeDetailView,
@@ -69,6 +70,15 @@ def test_ids_of_calls_can_be_copied_whole(terminal: Terminal) -> None:
     with redirect_stdout(terminal):
         show.calls([view, view.model_copy(update={"id": CALL[:-1] + "9"})])
     whole(plain(terminal), [CALL, CALL[:-1] + "9", INSTANCE, "SUCCEEDED", "gateway-0", "123456", "summarise-reports"])
+
+
+def test_a_function_that_is_being_deleted_is_not_shown_as_active(terminal: Terminal) -> None:
+    going = FunctionView(name="chat", active=1, url="/fn/chat", streams=True, openai=False, deleting=True)
+    with redirect_stdout(terminal):
+        show.functions([going])
+        show.function(going)
+    whole(plain(terminal), ["chat", "deleting", "deleted:"])
+    assert "v1" not in plain(terminal)
 
 
 def test_nodes_and_what_is_there_can_be_read_whole(terminal: Terminal) -> None:

@@ -26,6 +26,17 @@ async def test_a_controller_that_is_waited_for_is_said_and_a_slow_answer_is_not(
     assert said == ([] if controller else [patient.WAITS])
 
 
+async def test_a_gateway_that_stands_still_is_said(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(patient, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(patient, "STATUS_S", 0.1)
+    monkeypatch.setattr(output, "note", said.append)
+    gateway.will(Answer(silent=True))
+    with Target().client() as client, patient._told(client.profile):
+        await until(lambda: said, what="the gateway is said")
+    assert said == [patient.SILENT.format(gateway.url)]
+
+
 async def test_who_asks_has_the_token_of_the_command_alone(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's is for another platform where a profile is named."""
     profiles.save("dev", gateway.url, None)
