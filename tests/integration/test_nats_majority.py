@@ -20,7 +20,7 @@ from sllm_runtime.control.lease import SURE_S
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.settings import Settings
-from sllm_runtime.platform.streams import ensure_streams
+from sllm_runtime.platform.streams import STATE_STREAM, ensure_streams
 from sllm_runtime.protocol.calls import Began, CallOrder, Entry
 from sllm_runtime.protocol.subjects import CALLS_STREAM, JOURNAL_STREAM, call_entries
 from tests.fixtures.cluster import Cluster
@@ -135,6 +135,7 @@ def test_who_begins_a_cold_stream_sees_that_the_controller_waits(tmp_path: Path)
         with Cluster(tmp_path, env=env) as cluster, contextlib.ExitStack() as fault:
             deploy(cluster, "kinds::awaited", name="cold", keep_alive=0)
             wait_cold(cluster, "cold")
+            nats.lead(STATE_STREAM, STOPPED)  # who led it before still answers who reads, which is proof as well
             with suspended(cluster.pid("controller")):
                 fault.enter_context(without_majority(nats))
                 time.sleep(SURE_S)  # so long the proof holds that it has
