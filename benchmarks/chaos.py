@@ -12,10 +12,11 @@ longest gap of one stream between one fault and the next; one that both fall int
 
 Every stream is compared, event by event, with the answer of the same call where nothing happened. Lost is a call that
 does not end with the right end, after all that a client may do: ask again at the other gateway from the last event
-that it has, or call again where nobody knows a stream that had hardly begun (``called_again``: none is the aim). CPU
-seconds are at least: what a process that was killed had used nobody knows. The notes say how many of the controllers
-and NATS servers that were struck were leading. At the end the same
-processes have to be there as at the beginning. No memory may be in use that is no model's: of what loaderds count as
+that it has, or call again where nobody knows a stream that had hardly begun (``called_again``: none is the aim), or
+where a gateway died before it told the id of a call that is not kept, of which nobody can know whether it runs
+(``called_anew``). CPU seconds are at least: what a process that was killed had used nobody knows. The notes say how
+many of the controllers and NATS servers that were struck were leading. At the end the same processes have to be there
+as at the beginning. No memory may be in use that is no model's: of what loaderds count as
 used nothing beyond the models that they have, and no chunk that somebody holds and no loaderd has. Nor may any daemon's
 own memory (of gateways, controllers, invokers, loaderds) be larger by more than GROWN_MIB than before the first fault.
 
@@ -229,13 +230,16 @@ def _strike_on(run: Run, place: Field, callers: Callers, mover: Mover, plan: Pla
     while time.monotonic() < until or not plan.enough(outcome.met()):
         fault = next(faults)
         time.sleep(fault.gap_s)
-        victim = place.victim(fault)
-        leads = place.leads(victim)
+        place.victim(fault)  # there is somebody
         callers.until_all_hear(time.monotonic())
         outcome.count(callers.gateways, callers.token)
+        victim = place.victim(fault)  # not one that has gone, or moved away, while all were waited for
+        leads = place.leads(victim)
         met, moving = _meets(callers, victim), mover.moving
         begin = time.monotonic()
-        strike(victim, fault)
+        if not strike(victim, fault):
+            run.note(f"{victim.name} had gone")
+            continue
         place.mend()
         outcome.struck.append(Struck(fault, victim, begin, time.monotonic(), met, moving, leads))
         how = f"{'met' if met else 'met no call'}{', in a move' if moving else ''}"
@@ -278,6 +282,7 @@ def judge(run: Run, outcome: Outcome, case: str) -> None:
     whole.extra |= {
         "cuts": sum(told.cuts for told in outcome.told),
         "called_again": outcome.called_again,
+        "called_anew": sum(told.anew for told in outcome.told),
     }
     whole.extra |= {what: tally.sum for what, tally in outcome.tallies.items()}
     moves = {"asked": outcome.moves.asked, "done": outcome.moves.done, "refused": outcome.moves.refused}

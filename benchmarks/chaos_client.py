@@ -54,6 +54,9 @@ class Told:
     """How often it was cut off."""
     again: int = 0
     """How often it was called again, since nobody knew it."""
+    anew: int = 0
+    """How often it was called again by somebody who cannot ask whether it runs: its gateway went before it told an id,
+    and it is not kept, so that no key of its own makes it the same call."""
     done: bool = False
 
     def forget(self) -> None:
@@ -106,8 +109,9 @@ class Reader:
                 # Nothing is encrypted here; to be ready for it takes 25 ms of a CPU, of which the platform has need.
                 with httpx.Client(base_url=url, headers=self._headers(), timeout=TIMEOUT, verify=False) as client:
                     self._step(client)
-            except (Cut, httpx.TransportError):
+            except (Cut, httpx.TransportError) as error:
                 told.cuts += 1
+                told.anew += not told.kept and not told.call and _sent(error)
                 self._at += 1
                 self._give_up()
                 time.sleep(AGAIN_S)
@@ -190,6 +194,12 @@ class Reader:
             if view.status_code != 200 or view.json()["state"] not in FAILED:
                 raise Cut(data)
         told.heard.error = data[:300]
+
+
+def _sent(error: Exception) -> bool:
+    """Whether a request that ended so may have begun something: its gateway had it, and did not refuse it."""
+    never = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    return isinstance(error, httpx.TransportError) and not never
 
 
 class Callers:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import signal
 import time
 from collections import Counter
@@ -75,14 +76,14 @@ class Field:
         if component == "nats" and self._nats is not None:
             return [Victim(f"nats-{name}", pid) for name, pid in self._nats.pids().items()]
         running = running_of(self._platform)
-        nodes = set(self.ready().values()) if component in ("invoker", "loaderd") else set()
+        nodes = set(self.ready().values()) if component in ("invoker", "loaderd") else None
         urls = dict(zip((f"gateway-g{number}" for number in range(1, 10)), running.urls, strict=False))
         return [
             Victim(name, pid, urls.get(name, ""))
             for name, pid in running.pids.items()
             if name.partition("-")[0] == component
             and start_time(pid) is not None
-            and (not nodes or name.partition("-")[2] in nodes)
+            and (nodes is None or name.partition("-")[2] in nodes)
         ]
 
     def leads(self, victim: Victim) -> bool | None:
@@ -167,17 +168,27 @@ def gateways_of(platform: Platform) -> tuple[str, ...]:
     return running_of(platform).urls
 
 
-def strike(victim: Victim, fault: Fault) -> None:
-    """Kill it, or stop it and let it go on. One that is gone meanwhile is left alone."""
+def strike(victim: Victim, fault: Fault) -> bool:
+    """Kill it, or stop it and let it go on. Whether it was there: one that is gone meanwhile is left alone."""
+    struck = False
     with contextlib.suppress(ProcessLookupError), _handle(victim.pid) as handle:
         if not fault.stopped_s:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-            return
+            _until_ended(handle)  # else who looks at once sees it live, and mends nothing
+            return True
         try:
             signal.pidfd_send_signal(handle, signal.SIGSTOP)
+            struck = True
             time.sleep(fault.stopped_s)
         finally:
             signal.pidfd_send_signal(handle, signal.SIGCONT)
+    return struck
+
+
+def _until_ended(handle: int) -> None:
+    ended = select.poll()
+    ended.register(handle, select.POLLIN)
+    ended.poll(WAIT_S * 1000)
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ class Sums:
         return self.lost + self.repeated + self.different
 
     def add(self, heard: Heard, right: Sequence[Any]) -> None:
-        """Compare one whole stream with the answer of the same call."""
+        """Compare one whole stream with the answer of the same call: one in another order is another one."""
         seen = set(heard.ids)
         self.streams += 1
         self.broken += bool(heard.error)
@@ -81,6 +81,7 @@ class Sums:
         self.repeated += len(heard.ids) - len(seen)
         pairs = zip(heard.ids, heard.values, strict=True)
         self.different += sum(at >= len(right) or right[at] != value for at, value in pairs)
+        self.different += sum(after < before for before, after in itertools.pairwise(dict.fromkeys(heard.ids)))
 
 
 def understand(heard: Heard) -> None:
@@ -126,6 +127,11 @@ def longest(heard: Heard, windows: Sequence[Window]) -> list[float]:
     through = [found for window, found in zip(windows, inside, strict=True) if found and heard.times[-1] > window.end]
     # One that broke off at once may have nothing but events that came together.
     return [max(found) for found in through if heard.usual > 0.0]
+
+
+def there(heard: Heard, windows: Sequence[Window]) -> list[Window]:
+    """Those that began when the stream had."""
+    return [each for each in windows if heard.times and heard.times[0] <= each.begin]
 
 
 def around(at: float, interval: float) -> Window:

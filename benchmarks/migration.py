@@ -41,7 +41,7 @@ from typing import Any, Final
 
 from benchmarks import migration_large, migration_policies
 from benchmarks.cold_cases import CODER
-from benchmarks.heard import Heard, Sums, Window, jitters, longest, pauses, untouched
+from benchmarks.heard import Heard, Sums, Window, jitters, longest, pauses, there, untouched
 from benchmarks.machine import describe
 from benchmarks.migration_load import CALLERS, Called, Load, kill, move, moved, set_apart
 from benchmarks.platform import Platform
@@ -208,7 +208,7 @@ def tell(run: Run, name: str, load: Load, windows: Sequence[Window], fate: Fate)
         case.extra["took_s"] = round(statistics.median(window.end - window.begin for window in windows), 3)
     still = untouched(load.heard, windows)
     interval = statistics.median(heard.usual for heard in still) if still else None
-    measure_gaps(case, load.heard, interval, lambda heard: longest(heard, windows))
+    measure_gaps(case, load.heard, interval, lambda heard: longest(heard, there(heard, windows)))
     measure_gaps(pause, load.heard, interval, pauses if counts else lambda heard: jitters(heard, windows, chance))
     if error := next((heard.error for heard in load.heard if heard.error), ""):
         case.notes = f"the first stream that broke off: {error}"

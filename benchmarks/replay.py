@@ -269,8 +269,9 @@ def judge(run: Run, told: Mapping[str, Sequence[Sequence[Told]]]) -> None:
         return
     for other in (*POLICIES[1:], *RAY.values()):
         theirs = told.get(other, ())
-        pairs = [(sums(one), sums(another)) for one, another in zip(told[OURS], theirs, strict=False)]
-        whole = (sums(joined(told[OURS])), sums(joined(theirs))) if theirs else None
+        both = list(zip(told[OURS], theirs, strict=False))  # of which both have heard the whole trace
+        pairs = [(sums(one), sums(another)) for one, another in both]
+        whole = (sums(joined([one for one, _ in both])), sums(joined([one for _, one in both]))) if both else None
         if whole is not None and min(each.calls for each in whole) < LEAST_CALLS:
             whole = None
         beside = f"replay: {OURS} / {other}"

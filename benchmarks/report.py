@@ -190,9 +190,11 @@ def age(record: dict[str, Any], root: Path = ROOT) -> dict[str, dict[str, int]]:
 
 _ALSO: Final = {
     "gateway": ("generator.py", "streaming.py", "bare.py"),
-    "migration": ("heard.py",),
-    "chaos": ("heard.py",),
-    "failover": ("heard.py",),
+    "migration": ("heard.py", "slow_store.py"),
+    "chaos": ("heard.py", "nats_cluster.py"),
+    "failover": ("heard.py", "chaos_client.py", "chaos_faults.py", "nats_cluster.py"),
+    "estimator": ("beginning.py", "page_cache.py", "throttle.py"),
+    "replay": ("beginning.py",),
     "cold_start": ("cold_*.py",),
 }
 """Further files of a benchmark."""

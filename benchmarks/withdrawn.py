@@ -32,6 +32,12 @@ ALL: Final = (
     _of("load", r"_1core: best peer", "its peers were chosen by what they took on two cores"),
     _of("load", r"^(copies|ssd_cold_2_5gb_1core): direct read|^sata: share", "the limit was beaten, so it is none"),
     _of("migration", r"pause p\d+, token intervals$", "in intervals of the moved call, which its moves make longer"),
+    _of(
+        "migration",
+        r"longest gap from the command on p\d+,",
+        "calls that began while an instance moved, and were not moved, counted as well",
+        "2026-11-28T15:30",
+    ),
     _of("replay", r"share served in time$", "within 300 s, of traces of 20 s"),
 )
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos import GROWN_MIB, LEAST_IN_ALL, Outcome, Struck, judge
+from benchmarks import chaos, chaos_faults
+from benchmarks.chaos import GROWN_MIB, LEAST_IN_ALL, Outcome, Plan, Struck, _strike_on, judge
 from benchmarks.chaos_client import UNKNOWN, YOUNG_S, Cut, Reader, Told
-from benchmarks.chaos_faults import Tally, Victim, beyond_models
+from benchmarks.chaos_faults import Field, Tally, Victim, beyond_models
 from benchmarks.chaos_moves import Moves, outcome_of
 from benchmarks.chaos_schedule import GAP_S, KINDS, STOPPED_S, Fault, Kind, schedule
 from benchmarks.heard import Heard
+from benchmarks.platform import Platform
 from benchmarks.runner import Run
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.loader import PoolStatus, ResidentStatus, Status
@@ -195,3 +206,82 @@ def test_the_record_says_what_came_of_the_moves() -> None:
     judge(run, Outcome(struck=[moved, struck("worker", 4.0)], told=[told(1.0, 5.0)], moves=Moves(9, 6, 2)), "embedded")
     extra = run.cases[0].extra
     assert (extra["moves_asked"], extra["moves_done"], extra["moves_refused"], extra["faults_in_moves"]) == (9, 6, 2, 1)
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_a_fault_whose_victim_had_gone_befell_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is chosen before all callers are waited for: until then an instance may have moved away and ended. Such a
+    fault is none, so it is no one of those of which a run needs so many."""
+    gone, there = sleeper(), sleeper()
+    try:
+        gone.kill()
+        gone.wait()
+        victims = iter([Victim("gone", gone.pid)] * 2 + [Victim("there", there.pid)] * 2)
+        killed = Fault(Kind("worker", "killed"), 0.0, 0.0, 0.0)
+        monkeypatch.setattr(chaos, "schedule", lambda *_: itertools.repeat(killed))
+        place: Any = SimpleNamespace(victim=lambda _: next(victims), leads=lambda _: None, mend=lambda: None)
+        callers: Any = SimpleNamespace(until_all_hear=lambda _: None, in_flight=lambda *_: 4, gateways=(), token="")
+        outcome = Outcome()
+        _strike_on(Run(quick=True), place, callers, cast(Any, SimpleNamespace(moving=False)),
+                   Plan(seed=1, seconds=0.0, least=1), outcome)  # fmt: skip
+        assert [each.victim.name for each in outcome.struck if each.met] == ["there"]
+        assert there.wait(10.0) == -9, "the run went on until a fault met a call"
+    finally:
+        for each in (gone, there):
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.parametrize("component", ["invoker", "loaderd"])
+def test_while_nobody_can_say_where_instances_are_no_node_is_struck(
+    monkeypatch: pytest.MonkeyPatch, component: str
+) -> None:
+    """The gateway that is asked was killed just before: any node would do, also one that has nothing to do."""
+    me = os.getpid()
+    running = SimpleNamespace(urls=("http://one",), pids={f"{component}-n1": me, f"{component}-n2": me})
+    monkeypatch.setattr(chaos_faults, "running_of", lambda _: running)
+    there: dict[str, str] = {}
+    monkeypatch.setattr(Field, "ready", lambda _: there)
+    field = Field(cast(Platform, None), "f")
+    assert field.victims(component) == []
+    there["i"] = "n2"
+    assert [each.name for each in field.victims(component)] == [f"{component}-n2"]
+
+
+@contextlib.contextmanager
+def gateway(answer: bytes) -> Iterator[str]:
+    """One that takes one request and says ``answer``; nothing: it dies with the call in its hands."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
+
+
+def test_a_call_that_is_made_anew_since_its_gateway_died_before_its_head_is_told() -> None:
+    """The head of an answer waits for a second: until then it may run, and its caller has no id by which to ask for
+    it. It is in the record; what was never sent has begun nothing."""
+    whole = b'HTTP/1.1 200 OK\r\nsllm-call-id: call-2\r\nconnection: close\r\n\r\nid: 0\ndata: "a"\n\ndata: [DONE]\n\n'
+    with gateway(b"") as dies, gateway(whole) as other:
+        told = Told(Heard(0), kept=False)
+        Reader((dies, other), "token", "f", {}, told, first=0).read()
+    assert (told.heard.values, told.heard.error, told.cuts) == (["a"], "", 1)
+    run = Run(quick=True)
+    judge(run, Outcome(struck=[struck("gateway", 3.0)] * LEAST_IN_ALL, told=[told]), "embedded")
+    assert (run.cases[0].extra["called_anew"], run.cases[0].extra["called_again"]) == (1, 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"http://127.0.0.1:{server.getsockname()[1]}"
+    with gateway(whole) as other:
+        told = Told(Heard(0), kept=False)
+        Reader((nobody, other), "token", "f", {}, told, first=0).read()
+    assert (told.heard.values, told.cuts, told.anew) == (["a"], 1, 0)

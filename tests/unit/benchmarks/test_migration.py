@@ -9,13 +9,13 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from benchmarks import migration_large
 from benchmarks.heard import Heard, Piece, Sums, Window, jitters, longest, moves, pauses, understand, untouched
-from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge, measure_gaps
+from benchmarks.migration import ABANDONED, LEAST, Counts, Fate, _case, judge, measure_gaps, tell
 from benchmarks.migration_load import CALLERS, Called, Load, heard_since, set_apart
 from benchmarks.platform import Platform
 from benchmarks.programs import Program, ProgramFailed, Usage
@@ -32,6 +32,27 @@ def test_what_was_lost_repeated_or_different() -> None:
     sums.add(Heard(0, ids=[0, 0, 2, 3], values=["a", "a", "x", "d"]), ["a", "b", "c"])
     assert (sums.streams, sums.events) == (2, 7)
     assert (sums.lost, sums.repeated, sums.different) == (1, 1, 2)
+
+
+def test_tokens_in_another_order_are_different() -> None:
+    """Each is there, once, and is the right one for its id: its caller reads another text all the same."""
+    sums = Sums()
+    sums.add(Heard(0, ids=[0, 2, 1], values=["a", "c", "b"]), ["a", "b", "c"])
+    assert (sums.lost, sums.repeated) == (0, 0)
+    assert sums.wrong > 0
+
+
+def test_the_longest_gap_from_a_command_is_one_of_calls_that_were_there() -> None:
+    """Calls that began while an instance moved were not moved: that they had no gap says nothing of those that were."""
+    moved = Heard(0, times=[0.0, 1.0, 2.0, 6.0, 7.0, 8.0, 9.0], moves=[3.0])
+    later = Heard(0, times=[4.5, 5.5, 6.5, 7.5])
+    load: Any = SimpleNamespace(heard=[moved, later], sums=lambda: Sums(streams=2), at_once=True)
+    run = Run(quick=True)
+    fate = Fate(cast(Called, None), lambda: None, lambda _: True, Counts(migrations=1, calls=1))
+    tell(run, "move", load, [Window(2.5, 5.0)], fate)
+    case = run.case("move", "sllm", "intervals")
+    assert case.extra["own_n"] == case.extra["calls_moved"] == 1
+    assert case.extra["own_p50"] == pytest.approx(4.0 / 1.5, abs=0.01)
 
 
 def test_a_pause_is_counted_in_intervals_of_calls_that_nothing_befell_and_in_the_calls_own() -> None:

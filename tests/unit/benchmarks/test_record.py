@@ -286,3 +286,30 @@ def test_what_is_used_meanwhile_stands_beside_the_times() -> None:
     assert (case.cpu_s, case.peak_rss_mib) == (2.5, 40), "what a lost process used is not taken back"
     used = own_usage()
     assert used.cpu_s > 0 < used.pss_mib
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("failover", "chaos_client.py"),  # reads its streams
+        ("failover", "chaos_faults.py"),
+        ("failover", "nats_cluster.py"),
+        ("chaos", "nats_cluster.py"),
+        ("estimator", "throttle.py"),
+        ("replay", "beginning.py"),
+        ("migration", "slow_store.py"),
+    ],
+)
+def test_a_record_is_old_when_a_module_that_measures_for_it_has_changed(tmp_path: Path, name: str, file: str) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=t", "-c", "user.email=t@localhost")
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    (tmp_path / "benchmarks").mkdir()
+    git("init", "-q")
+    for number in range(2):
+        (tmp_path / "benchmarks" / file).write_text(f"{number}\n")
+        git("add", ".")
+        git("commit", "-q", "-m", f"{number}")
+    made = git("rev-parse", "HEAD^").strip()
+    assert report.age({"benchmark": name, "commit": made}, tmp_path) == {"age": {"commits": 1, "changes": 1}}

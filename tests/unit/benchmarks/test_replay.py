@@ -150,6 +150,18 @@ def test_ours_is_judged_beside_each_other_system() -> None:
     assert {aim.met for aim in few.aims} == {None}
 
 
+def test_systems_are_compared_on_the_traces_that_both_had() -> None:
+    """One that broke in the last round, or was broken off, lacks that one: it may be the worst of all."""
+    rounds = LEAST_CALLS // 50
+    mine, theirs = [[_told(10.0)] * 50] * rounds, [[_told(5.0)] * 50] * rounds
+    run = Run(quick=False)
+    judge(run, {OURS: mine, "random": [*theirs, [_told(IN_TIME_S * 1e3 + 1)] * 50]})
+    aims = {aim.aim: aim for aim in run.aims}
+    for what in ("p99 startup latency", "mean startup latency"):
+        assert aims[f"replay: {OURS} / random, {what}"].value == 2.0, "in each trace that both had"
+    assert aims[f"replay: {OURS} / random, share served within 5 s"].value == 1.0
+
+
 def test_the_policies_are_all_that_there_are_and_the_settings_are_ones() -> None:
     assert set(POLICIES) == set(policies.POLICIES)
     scene = Scene(nodes=4, devices=4, functions=32)
