@@ -58,7 +58,7 @@ from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import records, subjects
 from sllm_runtime.protocol.clipping import NAME_BYTES, clip
-from sllm_runtime.protocol.errors import CallMoved, Cancelled
+from sllm_runtime.protocol.errors import Cancelled
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.lives import BEAT_S
 from sllm_runtime.protocol.node import NodeStatus
@@ -197,7 +197,7 @@ class Gateway:
         error = call.error
         if isinstance(error, Cancelled):
             self._news.tell(Kind.CALL_CANCELLED, call, error.message)
-        if error is None or error.status < 500 or isinstance(error, CallMoved):
+        if error is None or error.status < 500 or self.calls.left(call):
             return
         log.warning("%s: %s: %s", Kind.CALL_FAILED, error.code, error.message, extra={"call": call.id})
         self._announcer.tell(

@@ -32,7 +32,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.presence import Presence
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.errors import Cancelled, Draining, GatewayStopped, SllmError
+from sllm_runtime.protocol.errors import CallMoved, Cancelled, Draining, GatewayStopped, SllmError
 from sllm_runtime.protocol.frames import ToNode
 from sllm_runtime.protocol.node import NodeStatus, Progress
 from sllm_runtime.protocol.states import CallState
@@ -173,6 +173,13 @@ class Calls:
     def draining(self) -> bool:
         """Whether no call is begun any more, since this gateway ends."""
         return self._draining
+
+    def left(self, call: Call) -> bool:
+        """Whether it has ended here alone: another gateway, or the next life of this one, goes on with it."""
+        if isinstance(call.error, CallMoved):
+            return True
+        ends_with_it = isinstance(call.error, GatewayStopped) and call.resumption is None
+        return self._draining and call.journaled and isinstance(call.error, Draining) and not ends_with_it
 
     def require_open(self) -> None:
         """Raises ``Draining`` where no call is begun any more."""

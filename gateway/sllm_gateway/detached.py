@@ -31,7 +31,6 @@ from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.calls import (
     JOURNAL_TTL_S,
-    KNOWN_S,
     Batch,
     Began,
     BodyPart,
@@ -67,6 +66,8 @@ BATCH_S: Final = 0.05
 """Between two batches of a call; the first one is written at once."""
 LOOK_S: Final = 1.0
 """How often a call without news is looked at: its readers may have gone; and how often a full stream is."""
+WAITING_S: Final = 3600.0
+"""An order of a function that is not known is kept for so long more."""
 EPOCHS: Final = 1000
 """What a call that is taken up again goes on from lies so far above what any instance has seen of it."""
 
@@ -88,7 +89,7 @@ class Detached:
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls, self._journal, self._table, self._metrics = calls, journal, table, metrics
-        self._life, self._window = life, window_s
+        self._life, self.window = life, window_s
         self._clock, self._wall, self._pause = clock, wall, pause
         self._running: dict[str, _Run] = {}
         self._idle = asyncio.Event()
@@ -198,8 +199,8 @@ class Detached:
 
     def ends(self, call: str) -> bool:
         """Whether it ends here, as a call of an earlier life of this gateway: its node has yet to confirm that, or its
-        caller to be sent on. It is taken up again after that."""
-        return call not in self._running and self._calls.get(call) is not None
+        caller to be sent on. It is taken up again after that. Or whether this gateway ends: others can run it now."""
+        return self._calls.draining or (call not in self._running and self._calls.get(call) is not None)
 
     def go_on(self, asked: CallOrder, journaled: Journaled, frames: list[Frame], fence: int) -> None:
         """Go on with a call of a gateway that is no more. ``fence``: the sequence of its order, which is this gateway's
@@ -344,7 +345,7 @@ class Detached:
         """What has come: whole values, so that nobody begins to read half a one that another instance says anew."""
         call = run.call
         while run.epoch != call.epoch and (call.state is CallState.RUNNING or call.frames):
-            if not await self._began(run) and call.over:
+            if not await self._began(run) and call.error is not None:
                 break
         cost = call.buffered
         call.held += call.take()
@@ -372,7 +373,11 @@ class Detached:
         keep = _order_s(call.version)
         async with run.writing:
             write = functools.partial(self._journal.write, run.stream, call.id, began, keep, run.fence)
-            if not await self._insist(call.id, run.until, write, lambda: call.over or call.binding is not where):
+
+            def spare() -> bool:  # of an answer that is all here it is written all the same: who reads it has to know
+                return call.error is not None or call.binding is not where
+
+            if not await self._insist(call.id, run.until, write, spare):
                 return False
             run.epoch = epoch
         return True
@@ -424,8 +429,8 @@ class Detached:
 
     def _judge(self, run: _Run) -> None:
         """A call that nobody reads does not go on for ever."""
-        if not (run.call.over or run.asked.durable or self._deaf) and self._clock() - run.read > self._window:
-            self._calls.fail(run.call, Cancelled(f"nobody has read it for {self._window:g} s"))
+        if not (run.call.over or run.asked.durable or self._deaf) and self._clock() - run.read > self.window:
+            self._calls.fail(run.call, Cancelled(f"nobody has read it for {self.window:g} s"))
 
     async def end(
         self,
@@ -455,7 +460,11 @@ class Detached:
         if asked.key:
             with contextlib.suppress(Conflict):
                 await self._journal.hold(asked.key, asked.claim_begun, JOURNAL_TTL_S)
-        await self._journal.write(stream, asked.call, ended, JOURNAL_TTL_S + KNOWN_S, fence)
+        # No shorter than what was asked: that would seem to run again, and be taken up once more.
+        run = self._running.get(asked.call)
+        version = run.call.version if run is not None else self._table.get(asked.function, asked.version)
+        keep = _order_s(version) if version is not None else known_s(WAITING_S)
+        await self._journal.write(stream, asked.call, ended, keep, fence)
         await self._journal.give_back(asked)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call
@@ -13,7 +14,7 @@ from sllm_gateway.link import Link
 from sllm_gateway.news import Tell
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import CallMoved, DeadlineExceeded, InstanceLost, JournalExpired, SllmError
+from sllm_runtime.protocol.errors import CallMoved, Cancelled, DeadlineExceeded, InstanceLost, JournalExpired, SllmError
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.records import RouteEntry
 from sllm_runtime.protocol.states import CallState
@@ -75,14 +76,14 @@ class Handover:
         request = call.request(binding, binding.inbox.heard)
         try:
             with trace.within(call.order.traceparent):
-                opened = await self._link.open(binding.node, request, call.before_open)
+                opened = await self._link.open(binding.node, request, partial(self._still, call, binding))
         except DeadlineExceeded:
             if not binding.accepted and call.binding is binding:
                 call.attempts += 1  # it may have been taken, and run: only `retries` lets it begin again
                 why = f"node {binding.node} did not answer for instance {binding.instance}"
                 self._ending.lost(call, binding, why)
             return
-        except (CallMoved, JournalExpired) as error:  # another gateway has it: what comes before says so
+        except (CallMoved, JournalExpired, Cancelled) as error:  # it is over, or another gateway has it
             if call.binding is binding:
                 self._ending.fail(call, error)  # its node may have it, and is told
                 if not binding.accepted:
@@ -97,6 +98,14 @@ class Handover:
                 self._link.send_all(binding.node, binding.body(self._clock()))
         else:
             self._refused(call, binding, opened.status, opened.note)
+
+    @staticmethod
+    async def _still(call: Call, binding: Binding) -> None:
+        """As ``_may_open``, after a time without a connection. Raises why it is not to be asked."""
+        if call.before_open is not None:
+            await call.before_open()
+        if call.over or call.binding is not binding:
+            raise Cancelled("it has ended while there was no connection to ask over")
 
     async def _may_open(self, call: Call, binding: Binding) -> bool:
         """Whether it is to be asked still, when what comes before that is done. Else its slot is free again."""

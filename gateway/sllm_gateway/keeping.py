@@ -100,7 +100,11 @@ class Keeping:
         own = KeyClaim(call=asked.call, body=digest(order.body))
         if wish.key:
             asked = msgspec.structs.replace(asked, key=wish.key, key_body=own.body)
-        await self.answer(await self._begun(order, asked, own, scope), scope, send, wish, stream=order.stream)
+        found = await self._begun(order, asked, own, scope)
+        if wish.durable and found is asked:  # it is stored: nothing that fails now is to have it asked for again
+            await self._promise(asked, CallState.QUEUED, send)
+        else:
+            await self.answer(found, scope, send, wish, stream=order.stream)
 
     async def again(self, scope: Scope, body: bytes, wish: Wish) -> CallOrder | None:
         """The call that has the key, if one has: whatever its function is by now, it was one of this request. Raises as
@@ -138,14 +142,14 @@ class Keeping:
         """The call that has its key, begun if that is its own. One that claimed it just now is written in a moment, or
         refused, which leaves the key. Raises ``Unavailable``, and ``JournalExpired`` for one that was written: whoever
         called again would have it run twice."""
-        claim, begun, deadline = own, False, self._clock() + _WRITTEN_S
+        claim, deadline = own, self._clock() + _WRITTEN_S
         while True:
-            if asked.key and not begun:
+            if asked.key:
                 claim = await self._journal.claim(asked.key, own)
                 scope["sllm.call"] = claim.call
-            if claim.call == own.call and not begun:
+            if claim.call == own.call:
                 await self._submit(order, asked)
-                begun, deadline = True, self._clock() + _WRITTEN_S
+                return asked
             if (found := await self._found(claim, deadline)) is not None:
                 return found
             await asyncio.sleep(_AGAIN_S)
@@ -170,14 +174,16 @@ class Keeping:
                 " reads it. Read it by the same request without `Prefer`, or use a new key",
                 field=KEY,
             )
-        journaled = await self._journal.outline(call)
+        await self._promise(order, (await self._journal.outline(call)).state, send)
+
+    async def _promise(self, order: CallOrder, state: CallState, send: Send) -> None:
         headers: Headers = [
             _JSON,
-            (b"location", f"/v1/calls/{call}".encode()),
+            (b"location", f"/v1/calls/{order.call}".encode()),
             (b"preference-applied", b"respond-async"),
-            (CALL_ID.lower().encode(), call.encode()),
+            (CALL_ID.lower().encode(), order.call.encode()),
         ]
-        await answer(send, 202, headers, msgspec.json.encode({"id": call, "state": journaled.state.value}))
+        await answer(send, 202, headers, msgspec.json.encode({"id": order.call, "state": state.value}))
 
     # --- reading ----------------------------------------------------------------------------------
     async def events(self, order: CallOrder, scope: Scope, send: Send, *, last: int, at_once: bool = True) -> None:
@@ -301,7 +307,7 @@ class Keeping:
             self._detached.read(call)  # also while there is no NATS
             with contextlib.suppress(Unavailable):
                 self._bus.publish_now(subjects.READING, Reading(call=call))
-            await asyncio.sleep(READING_S)
+            await asyncio.sleep(min(READING_S, self._detached.window / 4))
 
 
 class _Waiting:

@@ -19,7 +19,7 @@ from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.calls import CallsTold, CallTold, ExplainCall, ListCalls, place_of
 from sllm_runtime.protocol.clipping import MESSAGE_BYTES, NAME_BYTES, clip
 from sllm_runtime.protocol.ctl import Reply
-from sllm_runtime.protocol.errors import CallMoved, DeadlineExceeded, SllmError, Unavailable
+from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.limits import BATCH_BYTES
 from sllm_runtime.protocol.states import CallState
@@ -57,7 +57,7 @@ class Recent:
 
     def ended(self, call: Call) -> None:
         """``call`` is over. One that another gateway goes on with is known there."""
-        if isinstance(call.error, CallMoved):
+        if self._calls.left(call):
             return
         while len(self._ended) >= MOST:
             del self._ended[next(iter(self._ended))]
@@ -73,6 +73,8 @@ class Recent:
     def here(self, call: str) -> CallTold | None:
         """What this gateway knows of the call of that id."""
         found = self._calls.get(call) or self._ended.get(call)
+        if found is not None and self._calls.left(found):
+            return None
         return self._told(found) if found is not None else None
 
     async def anywhere(self, call: str) -> CallTold | None:

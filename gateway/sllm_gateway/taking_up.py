@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from sllm_gateway.detached import Detached, stream_of
+from sllm_gateway.detached import WAITING_S, Detached, stream_of
 from sllm_gateway.journal import Journal, digest, known_s
 from sllm_gateway.lives import Lives
 from sllm_gateway.roll import Roll
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 AGAIN_S: Final = 1.0
 AT_ONCE: Final = 16
 """Calls that are written, claimed or gone on with together: each waits for JetStream several times."""
-WAITING_S: Final = 3600.0
-"""An order of a function that is not known is kept for so long more."""
 
 
 class TakingUp:
