@@ -71,6 +71,8 @@ class Loader:
         """Those of them that ended and loaderd was not told, mostly since it was away; it may be the same one."""
         self._unseen: dict[tuple[str, int], bool] = {}
         """Loads that ``status`` does not have, by sandbox and rank; whether loaderd has begun them since."""
+        self._loads: dict[str, set[asyncio.Task[None]]] = {}
+        """What was begun ahead of each sandbox that lives."""
         self._begun = False
         self._looked = -inf
         self._kept = KeptChunks()
@@ -113,6 +115,7 @@ class Loader:
 
     async def _bring_back(self, control: LoaderControl) -> None:
         """What an earlier loaderd handed out, before anything else is asked for: it is memory that is in use."""
+        self._kept.living(self._held)
         for batch in self._kept.batches():
             try:
                 answer = await control.adopt(batch)
@@ -230,7 +233,7 @@ class Loader:
             raise
         for rank in ranks:
             load = self._load(control, holder, model.digest, rank, place_of(rank, devices))
-            self._tasks.start(load, f"load {model.digest}")
+            self._loads.setdefault(holder, set()).add(self._tasks.start(load, f"load {model.digest}"))
         return fd
 
     async def _granted(
@@ -347,6 +350,8 @@ class Loader:
             return
         self._held.discard(holder)
         self._unseen = {load: begun for load, begun in self._unseen.items() if load[0] != holder}
+        for load in self._loads.pop(holder, ()):
+            load.cancel()  # nobody waits for it any more
         self._kept.gone(holder)
         if self._control is None:
             self._ended.add(holder)

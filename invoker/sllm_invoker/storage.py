@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from sllm_runtime.protocol.loader import PRIORITIES, START, Status
@@ -12,9 +13,12 @@ _AHEAD = PRIORITIES[: PRIORITIES.index(START) + 1]
 
 
 def resident(status: Status) -> tuple[str, ...]:
-    """Models of which everything that is in memory is wholly there."""
-    parts = {part.model for part in status.resident}
-    return tuple(sorted(parts - {part.model for part in status.resident if part.nbytes < part.total}))
+    """Models all of whose partitions are in memory, wholly: room is made by single ones."""
+    there = Counter(part.model for part in status.resident if part.total)
+    lacking = {
+        part.model for part in status.resident if part.nbytes < part.total or there[part.model] < part.partitions
+    }
+    return tuple(sorted({part.model for part in status.resident} - lacking))
 
 
 def remote(status: Status) -> tuple[str, ...]:

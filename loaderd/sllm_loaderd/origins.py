@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -18,8 +19,9 @@ from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
 from sllm_runtime.protocol.loader import DISK, path_of
 
 _PEER: Final = "peer://"
+_HUB: Final = "hf://"
 _MOST_SOURCES: Final = 64
-"""Sources whose connections are kept."""
+"""Sources whose connections are kept while nobody reads by them."""
 
 
 class SourceRecord(msgspec.Struct, frozen=True):
@@ -42,6 +44,8 @@ class Origins:
         self._settings = settings
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
+        self._readers: Counter[Source] = Counter()
+        """Objects that were opened for somebody and are not closed yet."""
         self._closed = False
 
     def open(
@@ -74,12 +78,11 @@ class Origins:
         entries = {entry.name: entry for entry in record.entries}
         whole = entries.get(partition_name(rank))
         if whole is not None and whole.nbytes == checkpoint.index.partition(rank).nbytes:
-            return LazyObject(self._source(record.uri), whole)
+            return self._lent(_fixed(record), whole)
         wanted = [segment for segment in checkpoint.index.segments if segment.rank == rank]
         if not wanted or any(s.name not in entries or entries[s.name].nbytes != s.nbytes for s in wanted):
             return None
-        source = self._source(record.uri)
-        segments = [Segment(LazyObject(source, entries[s.name]), 0, s.offset, s.nbytes) for s in wanted]
+        segments = [Segment(self._lent(_fixed(record), entries[s.name]), 0, s.offset, s.nbytes) for s in wanted]
         return SegmentedPartition(f"{record.uri} (partition {rank})", segments)
 
     def largest(self, records: Iterable[SourceRecord]) -> list[ByteSource]:
@@ -92,7 +95,7 @@ class Origins:
                 continue
             entry = max(record.entries, key=lambda entry: entry.nbytes)
             if path not in found or entry.nbytes > found[path][0].nbytes:
-                found[path] = entry, record.uri
+                found[path] = entry, _fixed(record)
         return [LazyObject(self._source(uri), entry) for entry, uri in found.values()]
 
     def forget(self, uri: str) -> None:
@@ -110,23 +113,49 @@ class Origins:
         for source in sources.values():
             source.close()
 
-    def _source(self, uri: str) -> Source:
-        """The source at ``uri``, opened once; the least recently used go when there are too many."""
+    def _lent(self, uri: str, entry: Entry) -> LazyObject:
+        """An object of the source at ``uri``, which keeps its connections until that is closed."""
+        source = self._source(uri, readers=1)
+        return LazyObject(source, entry, lambda: self._given_back(source))
+
+    def _given_back(self, source: Source) -> None:
+        with self._lock:
+            self._readers[source] -= 1
+            if not self._readers[source]:
+                del self._readers[source]
+
+    def _source(self, uri: str, readers: int = 0) -> Source:
+        """The source at ``uri``, opened once; of those that nobody reads by the least recently used go when there are
+        too many."""
         with self._lock:
             if self._closed:
                 raise Unavailable(f"{uri} is not read any more: this node's loader is stopping")
             source = self._sources.pop(uri, None) or open_source(uri, self._settings)
             self._sources[uri] = source
-            oldest = self._sources.pop(next(iter(self._sources))) if len(self._sources) > _MOST_SOURCES else None
-        if oldest is not None:
-            oldest.close()
+            if readers:
+                self._readers[source] += readers
+            idle = [each for each in self._sources if each != uri and self._sources[each] not in self._readers]
+            gone = [self._sources.pop(each) for each in idle[: max(len(self._sources) - _MOST_SOURCES, 0)]]
+        for old in gone:
+            old.close()
         return source
+
+
+def _fixed(record: SourceRecord) -> str:
+    """Where the files are that were registered: a hub's branch may be at another commit by now."""
+    kind, _, commit = record.fingerprint.partition(":")
+    name = record.uri.partition("@")[0]
+    return f"{name}@{commit}" if kind == "commit" and name.startswith(_HUB) else record.uri
+
+
+def _nothing() -> None:
+    """Nobody counts its readers."""
 
 
 class LazyObject:
     """``ByteSource``: one object of a source, opened at its first read (which may have to resolve credentials)."""
 
-    def __init__(self, source: Source, entry: Entry) -> None:
+    def __init__(self, source: Source, entry: Entry, closed: Callable[[], None] = _nothing) -> None:
         self.path = source.path
         self.nbytes = entry.nbytes
         self.name = f"{source.uri.rstrip('/')}/{entry.name}"
@@ -134,6 +163,7 @@ class LazyObject:
         self._entry = entry
         self._lock = threading.Lock()
         self._opened: ByteSource | None = None
+        self._closed = closed
 
     def read(self, view: memoryview, offset: int) -> str:
         """As ``ChunkSource.read``."""
@@ -146,3 +176,5 @@ class LazyObject:
         """The source keeps its connections for the next load."""
         if self._opened is not None:
             self._opened.close()
+        closed, self._closed = self._closed, _nothing  # closed again it is not given back again
+        closed()

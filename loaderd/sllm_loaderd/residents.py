@@ -131,6 +131,7 @@ class Residents:
                 total=resident.nbytes,
                 pinned=resident.key[0] in self._room.pinned,
                 holders=tuple(sorted(resident.holders)),
+                partitions=sum(part.nbytes > 0 for part in resident.model.index.partitions),
             )
             for resident in ordered
         ]

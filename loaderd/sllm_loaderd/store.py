@@ -29,7 +29,7 @@ from sllm_loaderd.reader import ByteSource, ChunkSource
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint, open_checkpoint, read_small_file
-from sllm_runtime.protocol.checkpoint import INDEX_NAME, block_chunks, digest_hex, partition_name
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, CheckpointIndex, block_chunks, digest_hex, partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, ModelNotFound, Unavailable
 from sllm_runtime.protocol.loader import DISK, FileEntry
 
@@ -129,8 +129,11 @@ class ModelStore:
         return sorted(f"sha256:{path.name}" for path in self.models.iterdir() if not path.name.startswith("."))
 
     def remote(self, digests: Iterable[str]) -> list[str]:
-        """Those of ``digests`` whose first partition is not in the store."""
-        return [d for d in digests if not (self.models / digest_hex(d) / partition_name(0)).exists()]
+        """Those of ``digests`` whose first partition is not in the store, nor that of what stands for them."""
+        return [d for d in digests if not (self._has_bytes(d) or self._has_bytes(self.replacement(d)))]
+
+    def _has_bytes(self, digest: str | None) -> bool:
+        return digest is not None and (self.models / digest_hex(digest) / partition_name(0)).exists()
 
     def directory(self, digest: str) -> Path:
         """Where a model is. Raises ``ModelNotFound``, or ``InvalidCheckpoint`` for what is no digest."""
@@ -173,6 +176,15 @@ class ModelStore:
     def digest_notes(self, digest: str) -> Path:
         """Where the digests of a model that came without are kept."""
         return self._notes / f"{digest_hex(digest)}.json"
+
+    def stated(self, checkpoint: Checkpoint) -> CheckpointIndex:
+        """Its index; where that has no digests, with those that loads have noted."""
+        index = checkpoint.index
+        if not index.segments:
+            return index
+        noted = LearntDigests(self.digest_notes(checkpoint.digest), index)
+        parts = (msgspec.structs.replace(part, digests=noted.of(part.rank)) for part in index.partitions)
+        return msgspec.structs.replace(index, partitions=tuple(parts))
 
     def is_direct(self, digest: str) -> bool:
         """Whether a model was not converted."""

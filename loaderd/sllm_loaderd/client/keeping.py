@@ -103,6 +103,13 @@ class KeptChunks:
         for id, device in self._devices.items():
             self._devices[id] = replace(device, holders=device.holders - {holder})
 
+    def living(self, holders: Collection[str]) -> None:
+        """These live and no others: of one that died as it was given something loaderd may have told behind its end."""
+        for kept in self._kept.values():
+            kept.holders.intersection_update(holders)
+        for id, device in self._devices.items():
+            self._devices[id] = replace(device, holders=device.holders.intersection(holders))
+
     def batches(self) -> list[KeptBatch]:
         """All that is kept, as it is brought back."""
         groups: dict[tuple[str, int, int, tuple[str, ...]], list[int]] = {}

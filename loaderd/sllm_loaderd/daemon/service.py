@@ -159,7 +159,10 @@ class LoaderService:
             return other
         self._open[digest] = found
         if len(self._open) > _MOST_OPEN:
-            self._open.pop(next(iter(self._open))).close()
+            # What is in memory has the form of the model that is open: opened anew it may be its later conversion.
+            oldest = (each for each in self._open if each != digest and not self._in_memory(each))
+            if (closed := next(oldest, None)) is not None:
+                self._open.pop(closed).close()
         return found
 
     def _in_memory(self, digest: str) -> bool:
@@ -208,7 +211,7 @@ class LoaderService:
 
     async def validate(self, digest: str, report: Report) -> None:
         """Compare every byte, where a load would take it first, with its digest. Raises ``CorruptCheckpoint``."""
-        directory = self.store.directory(digest)
+        directory = self.store.directory(self.store.replacement(digest) or digest)
         loop = asyncio.get_running_loop()
         stopped = False
 
@@ -216,7 +219,9 @@ class LoaderService:
             loop.call_soon_threadsafe(report, "validate", done, total)
 
         try:
-            await asyncio.to_thread(validate_checkpoint, directory, progress, lambda: stopped, self._first_source)
+            await asyncio.to_thread(
+                validate_checkpoint, directory, progress, lambda: stopped, self._first_source, self.store.stated
+            )
         finally:
             stopped = True
 
@@ -277,8 +282,9 @@ class LoaderService:
         sources: list[ChunkSource] = []
         if self.residency.lacks(model, rank, [number for number in job.chunks if number not in there]):
             sources = await opened(lambda: self.settings.pipeline.open_sources(model, rank), close_all)
-        if self._open.get(request.model) is not model and model not in self._superseded:
+        if self._open.get(request.model) is not model:
             # It was deleted meanwhile, or too many others were opened: the number of its descriptor may be another's.
+            # Or its conversion has taken its place: both forms under one digest would share memory.
             await finished(lambda: close_all(sources))
             return await self.load(request, holder, ready=ready, progress=progress, done=done, failed=failed)
         if device is not None:

@@ -56,6 +56,8 @@ class Preparation:
 
     def __init__(self) -> None:
         self.progress = Progress(stage="model")
+        self.node = ""
+        """That was asked last. Another one would fetch and convert all of it again."""
         self.done = asyncio.Event()
         self.model: ModelRecord | None = None
         self.error: ErrorBody | None = None
@@ -133,6 +135,8 @@ class Models:
     async def _choose(self, uri: str, manifest: Manifest | None, preparation: Preparation) -> str:
         """A living node, of those the manifest fits if there are any; one that the provider makes is waited for. Raises
         ``NoCapacity``."""
+        if _takes(self._loop.view, preparation.node, time.monotonic()) is not None:
+            return preparation.node
         errand, wait_s = errand_of(manifest), NODES_WAIT_S
         node, pool = best_node(self._loop.view, manifest, time.monotonic()), self._loop.view.pool
         if node is None and pool is not None:
@@ -144,7 +148,7 @@ class Models:
             node = await self._loop.until(NODES, lambda view: best_node(view, manifest, time.monotonic()), wait_s)
         if node is None:
             raise NoCapacity("no node is up to prepare the model; see `sllm node list`", stage="model")
-        there = replace(errand, node=node)
+        preparation.node, there = node, replace(errand, node=node)
         self._loop.change(lambda view: sent(view, uri, there))
         return node
 
@@ -210,13 +214,21 @@ def best_node(view: View, manifest: Manifest | None, now: float) -> str | None:
     """The node to prepare a model on: alive, accepting work, the manifest fits it best, most idle. None: none is."""
     need = need_of(manifest) if manifest is not None else None
     found = []
-    for name, node in view.nodes.items():
-        status = node.status
-        if status is None or status.draining or node.record.cordoned or not view.alive(name, now):
+    for name in view.nodes:
+        status = _takes(view, name, now)
+        if status is None:
             continue
         lacks = len(short(need, total(status))) if need is not None else 0
         found.append((lacks, -status.free_cpu, name))
     return min(found)[2] if found else None
+
+
+def _takes(view: View, name: str, now: float) -> NodeStatus | None:
+    """What node ``name`` reports, if it lives and accepts work."""
+    node = view.nodes.get(name)
+    if node is None or node.status is None or node.status.draining or node.record.cordoned:
+        return None
+    return node.status if view.alive(name, now) else None
 
 
 def errand_of(manifest: Manifest | None) -> Errand:

@@ -488,7 +488,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResidentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A partition in memory. ``nbytes`` of ``total`` are there and checked."""
+    """A partition in memory. ``nbytes`` of ``total`` are there and checked. ``partitions``: how many its model has that
+    are not empty; 0: a loaderd of before does not say."""
 
     model: str
     partition: int
@@ -496,6 +497,7 @@ class ResidentStatus(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     pinned: bool
     holders: tuple[str, ...]
+    partitions: int = 0
 
 
 class PathStatus(msgspec.Struct, frozen=True, kw_only=True):

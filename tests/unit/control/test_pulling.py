@@ -138,3 +138,26 @@ async def test_a_failure_of_which_nobody_is_told_is_not_kept_for_long(bench: Ben
         assert pulls.join(loop.view.models[digest], "n1") is not failed
     finally:
         await pulls.close()
+
+
+async def test_a_model_is_prepared_by_the_node_that_began(bench: Bench, nats: Nats) -> None:
+    """What is started there meanwhile makes it less idle than others: these would fetch and convert it all again."""
+    bench.node.prepared.clear()
+    async with ScriptedNode(await nats.bus("n2"), "n2", cpu=bench.node.cpu - 1) as other:
+        other.prepared.clear()
+
+        def heard() -> bool:
+            nodes = bench.controller.loop.view.nodes
+            return all(name in nodes and nodes[name].status is not None for name in ("n1", "n2"))
+
+        await until(heard, what="both are heard")
+        asking = asyncio.create_task(
+            bench.gateway.ask("register", ctl.RegisterModel(uri="s3://bucket/large", wait_s=10.0))
+        )
+        await until(lambda: bench.node.prepares, what="the most idle one prepares it")
+        bench.node.cpu -= 4  # others are started there
+        bench.node.tell()
+        await asyncio.sleep(0.5)
+        assert other.prepares == []
+        bench.node.prepared.set()
+        assert (await asking).model is not None

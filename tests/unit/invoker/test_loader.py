@@ -400,3 +400,47 @@ async def test_a_loaderd_that_goes_away_is_no_fault_of_the_start_that_it_was_ask
         os.close(await loader.grant(model, "three", nothing))
         for holder in ("one", "two", "three"):
             await loader.gone(holder)
+
+
+async def test_a_load_that_was_begun_for_a_sandbox_ends_with_it(tmp_path: Path, loader: Loader) -> None:
+    """Nobody waits for it any more: it would take the path and the memory of the next starts, and its model could not
+    be deleted."""
+    small_checkpoint(tmp_path / "served")
+    with range_server(tmp_path / "served") as server:
+        async with loaderd(tmp_path, remote_threads=1) as daemon:
+            info = await loader.register(f"{server.url}/checkpoint", "", lambda stage, done, total: None)
+            model = record(info, f"{server.url}/checkpoint", 0.0)
+            server.script.append("stall 0")
+            os.close(await loader.grant(model, "one", nothing))
+            await until(lambda: not server.script, WAIT, "its first chunk comes")
+            await loader.gone("one")  # its start was given up
+            server.released.set()
+
+            async def quiet() -> bool:
+                return not any(path.queued["start"] for path in (await daemon.control.status()).paths)
+
+            await until(quiet, WAIT, "nothing of it is read any more")
+            there = sum(part.nbytes for part in (await daemon.control.status()).resident)
+            assert there <= SMALL_CHUNK, "no more than the chunk that was being read"
+            await loader.delete(model.digest)
+
+
+async def test_a_sandbox_that_died_as_it_was_given_chunks_holds_none_after_a_kill(
+    tmp_path: Path, loader: Loader
+) -> None:
+    """What loaderd says of it is heard behind its end. Nobody would ever say that it is gone."""
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    async with loaderd(tmp_path) as daemon:
+        model = await registered(loader, checkpoint)
+        fd = await loader.grant(model, "one", nothing)
+        session = LoaderSession(fd)  # from here on the invoker is busy: it hears nothing until it waits for something
+        session.load().wait_all(WAIT)
+        session.close()
+        await loader.gone("one")
+        await until(lambda: len(loader._kept) == 5, WAIT, "the invoker keeps what it was given")
+        assert (await daemon.control.status()).pool.held == 0
+        await kill(daemon, loader)
+    async with loaderd(tmp_path) as again:
+        await status(loader)
+        pool = (await again.control.status()).pool
+        assert (pool.used, pool.held) == (5 * SMALL_CHUNK, 0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from sllm_invoker.storage import coming, dram_used, path_loads, remote, resident, storage
+from sllm_loaderd.convert import ConvertOptions, convert_directory
+from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_runtime.protocol.loader import (
     PREWARM,
     START,
@@ -21,6 +24,7 @@ from sllm_runtime.protocol.loader import (
 from sllm_runtime.protocol.node import DeviceMemory, Storage
 from sllm_runtime.protocol.records import ModelRecord
 from tests.fixtures.invoker import order
+from tests.fixtures.loaderd import SMALL_CHUNK, loaderd, numbers_model, small_checkpoint
 
 POOL = PoolStatus(chunk_bytes=1, limit=1, free=0, prefaulted=0, used=0, held=0, retiring=0, reserved=0)
 
@@ -73,3 +77,21 @@ def test_what_starts_will_ask_for_is_coming_until_a_queue_shows_it() -> None:
     assert coming((one, two, third, without), {one.instance}, said) == 30
     assert coming((one, third), {one.instance, third.instance}, None) == 0
     assert coming((third,), set(), None) == 10, "while loaderd is away nothing is known to be in memory"
+
+
+async def test_a_model_of_which_a_partition_was_evicted_is_not_resident(tmp_path: Path) -> None:
+    """Room is made by whole partitions: a start here reads the one that went."""
+    numbers_model(tmp_path / "source", layers=6)
+    options = ConvertOptions(chunk_bytes=SMALL_CHUNK, min_block=0, plan=AutoPlan("auto-layers", 2))
+    convert_directory(tmp_path / "source", tmp_path / "parts", options=options)
+    other, _ = small_checkpoint(tmp_path / "other", layers=2)
+    async with loaderd(tmp_path, pool_bytes=9 * SMALL_CHUNK) as daemon:
+        model = (await daemon.control.register(str(tmp_path / "parts"))).model
+        another = (await daemon.control.register(str(other))).model
+        for rank in range(2):
+            await daemon.control.prefetch(model, rank)
+        assert resident(await daemon.control.status()) == (model,)
+        await daemon.control.prefetch(another)
+        said = await daemon.control.status()
+        assert [(part.model, part.partition) for part in said.resident] == [(model, 1), (another, 0)]
+        assert resident(said) == (another,)

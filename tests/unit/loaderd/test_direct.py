@@ -39,9 +39,10 @@ from sllm_runtime.protocol.checkpoint import (
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, SllmError, UnsupportedModel
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NEVER
 from tests.fixtures.examples import examples
-from tests.fixtures.loaderd import LoaderProcess, loaderd, mapped, numbers_model, same, session
+from tests.fixtures.loaderd import LoaderProcess, loaderd, mapped, numbers_model, programs, same, session
 from tests.fixtures.models import save_model
 from tests.fixtures.range_server import range_server
+from tests.fixtures.sources import hub
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
@@ -335,3 +336,66 @@ async def test_page_tables_are_filled_in_behind_each_block(tmp_path: Path) -> No
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
             assert mapped(address, 16 * 2**20)["Private_Dirty"] == 0
+
+
+async def test_validate_compares_what_loads_of_a_model_that_was_not_converted_are_held_against(tmp_path: Path) -> None:
+    sharded(tmp_path / "model")
+    async with loaderd(tmp_path, **POOL) as daemon:
+        info = await daemon.control.register(str(tmp_path / "model"), convert=CONVERT_NEVER)
+        await loaded(daemon, info.model)
+        await daemon.control.validate(info.model)
+        file = tmp_path / "model" / "model-2.safetensors"
+        stat = file.stat()
+        with file.open("r+b") as opened:  # a disk that has lost a bit
+            opened.seek(-3, os.SEEK_END)
+            opened.write(b"xyz")
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        with pytest.raises(CorruptCheckpoint, match="chunk 0"):
+            await daemon.control.validate(info.model)
+
+
+async def test_validate_reads_the_conversion_that_stands_for_a_model(tmp_path: Path) -> None:
+    sharded(tmp_path / "model")
+    async with loaderd(tmp_path, **POOL) as daemon:
+        info = await daemon.control.register(str(tmp_path / "model"), convert=CONVERT_LATER)
+
+        async def converted() -> bool:
+            return len(await daemon.control.models()) == 2
+
+        await until(converted, what="the conversion takes its place")
+        await until(lambda: list((daemon.data / "replaced").glob("[!.]*")), what="it is noted")
+        (partition,) = daemon.models.glob("*/partition_0.bin")
+        data = bytearray(partition.read_bytes())
+        data[0] ^= 1
+        partition.write_bytes(data)
+        with pytest.raises(CorruptCheckpoint, match="chunk 0"):
+            await daemon.control.validate(info.model)
+
+
+async def test_a_model_that_was_converted_behind_its_first_load_counts_as_on_the_disk(tmp_path: Path) -> None:
+    """It is read from there from then on, and needs no copy on the SSD tier."""
+    sharded(tmp_path / "served" / "model")
+    with range_server(tmp_path / "served") as server:
+        async with loaderd(tmp_path, convert=CONVERT_LATER, **POOL) as daemon:
+            info = await daemon.control.register(f"{server.url}/model")
+            assert (await daemon.control.status()).remote == (info.model,)
+            await loaded(daemon, info.model)
+            await until(lambda: list((daemon.data / "replaced").glob("[!.]*")), what="its conversion takes its place")
+            await daemon.control.evict(info.model)
+            assert (await daemon.control.status()).remote == ()
+
+
+async def test_what_a_hubs_model_was_when_it_was_registered_is_what_loads_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its branch has moved since, and nothing of it was loaded here before: no digest tells one commit from another."""
+    arrays = numbers_model(tmp_path / "one")
+    numbers_model(tmp_path / "two", seed=1)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    with hub(tmp_path / "one") as server, programs():
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        async with loaderd(tmp_path, **POOL) as daemon:
+            info = await daemon.control.register("hf://org/tiny", convert=CONVERT_NEVER)
+        server.moved = tmp_path / "two"
+        async with loaderd(tmp_path, **POOL) as daemon:
+            same(await loaded(daemon, info.model), arrays)

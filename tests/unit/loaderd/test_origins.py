@@ -266,3 +266,26 @@ def test_a_source_that_is_another_model_than_its_address_says(
     source = HttpSource(f"{server.url}/tiny")
     with contextlib.closing(source), pytest.raises(DigestMismatch, match="not sha256:00"):
         take_index(source, source.entries(), tmp_path / "staging", "sha256:00")
+
+
+def test_what_is_being_read_keeps_its_connections_however_many_other_sources_are_opened(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path
+) -> None:
+    """A large model comes for minutes, in which adapters and small models are loaded from places of their own."""
+    other = tmp_path / "served" / "bucket" / "other"
+    shutil.copytree(small_checkpoint(tmp_path / "other", seed=1)[0], other)
+    with store(tmp_path / "data") as models:
+        large, outcome = register(models, f"{server.url}/tiny"), register(models, f"{server.url}/other")
+        for number in range(64):
+            models.remember(SourceRecord(f"{server.url}/other{number}", "x", outcome.digest, outcome.entries))
+        with (
+            contextlib.closing(models.open(large.digest)) as model,
+            contextlib.closing(models.open(outcome.digest)) as small,
+        ):
+            with sources(model) as (remote,):
+                content(remote, model)
+                with sources(small):
+                    pass
+                content(remote, model)
+            with sources(model):
+                assert len(models.origins._sources) == 64, "of those that nobody reads by some went"
