@@ -45,7 +45,12 @@ class Ledger:
     @property
     def free_cpu(self) -> float:
         """Cores that can still be promised to one instance: never more than there are."""
-        return min(self.cpu, self.cpu * self.cpu_overcommit - sum(claim.cpu for claim in self.claims.values()))
+        return min(self.cpu, self.left_cpu)
+
+    @property
+    def left_cpu(self) -> float:
+        """Cores that can still be promised to several together."""
+        return self.cpu * self.cpu_overcommit - sum(claim.cpu for claim in self.claims.values())
 
     @property
     def shared(self) -> dict[str, Shared]:

@@ -325,6 +325,7 @@ class Node:
             cpu=ledger.cpu,
             memory=ledger.offered_memory,
             free_cpu=ledger.free_cpu,
+            left_cpu=ledger.left_cpu,
             free_memory=max(0, ledger.free_memory),
             gpus=ledger.held_gpus,
             labels=self._labels,

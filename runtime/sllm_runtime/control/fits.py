@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import msgspec
 
@@ -59,6 +60,8 @@ class Capacity(msgspec.Struct, frozen=True):
     python: str
     shared: Mapping[str, Shared] = EMPTY
     """Models that are in use there, by digest: their bytes are set aside already."""
+    each: float = inf
+    """CPUs that one instance may have of ``cpu``: a node promises more than it has, to several."""
 
 
 def need_of(manifest: Manifest, weights: Mapping[str, int] = EMPTY) -> Need:
@@ -171,13 +174,14 @@ def free(view: View, node: Node, leaving: Sequence[Instance] = ()) -> Capacity |
     memory, shared = _memory(status, come, gone)
     return Capacity(
         node=name,
-        cpu=status.free_cpu - sum(need.cpu for need in come) + sum(need.cpu for need in gone),
+        cpu=_left(status) - sum(need.cpu for need in come) + sum(need.cpu for need in gone),
         memory=memory,
         gpus=tuple([gpu for gpu in status.gpus if gpu.used_by in back and gpu.index not in taken]),
         labels=status.labels,
         drivers=status.drivers,
         python=status.python,
         shared=shared,
+        each=status.cpu,
     )
 
 
@@ -185,14 +189,20 @@ def _reported(status: NodeStatus) -> Capacity:
     """What it has free by its own report."""
     return Capacity(
         node=status.node,
-        cpu=status.free_cpu,
+        cpu=_left(status),
         memory=status.free_memory,
         gpus=tuple([gpu for gpu in status.gpus if gpu.used_by is None]),
         labels=status.labels,
         drivers=status.drivers,
         python=status.python,
         shared=status.shared or EMPTY,
+        each=status.cpu,
     )
+
+
+def _left(status: NodeStatus) -> float:
+    """CPUs that it may promise yet, to all of its instances together."""
+    return status.free_cpu if status.left_cpu is None else status.left_cpu
 
 
 def _promised(view: View, node: str) -> Sequence[tuple[Instance, Move]]:
@@ -295,6 +305,6 @@ def short(need: Need, capacity: Capacity) -> tuple[str, ...]:
         lacks.append(f"Python {need.python} (has {capacity.python})")
     if (memory := need.takes(capacity)) > capacity.memory:
         lacks.append(f"{show_bytes(memory)} of memory (has {show_bytes(max(capacity.memory, 0))})")
-    if need.cpu > capacity.cpu + 1e-9:
-        lacks.append(f"{need.cpu:g} CPUs (has {max(capacity.cpu, 0.0):g})")
+    if need.cpu > (cpu := min(capacity.cpu, capacity.each)) + 1e-9:
+        lacks.append(f"{need.cpu:g} CPUs (has {max(cpu, 0.0):g})")
     return tuple(lacks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sllm_runtime.control.fits import Capacity, Need, need_in, total
+import msgspec
+
+from sllm_runtime.control.fits import Capacity, Need, free, need_in, total
 from sllm_runtime.control.providing.packing import empty, fitting
 from sllm_runtime.control.view import Key, View
 
@@ -34,9 +36,11 @@ def _needs(view: View) -> Iterator[Need]:
 
 
 def _nodes(view: View) -> Iterator[Capacity]:
-    for node in view.nodes.values():
+    for name, node in view.nodes.items():
         if node.status is not None and not (node.record.cordoned or node.status.draining):
-            yield total(node.status)
+            everything = free(view, node, [each for each in view.on(name).values() if not each.ended])
+            cpu = everything.cpu if everything is not None else 0.0  # more than it has, where it promises more
+            yield msgspec.structs.replace(total(node.status), cpu=max(cpu, node.status.cpu), each=node.status.cpu)
     pool = view.pool
     if pool is not None and pool.offer is not None and pool.shape is not None:
         yield from [empty(pool.shape)] * max(pool.offer.most - len(pool.arrived), 0)

@@ -17,17 +17,20 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from sllm_runtime.control import instances
+from sllm_runtime.control.autoscale import lent_s
 from sllm_runtime.control.fits import Need, free, need_in, short, total
 from sllm_runtime.control.placement import Request, evictable, fewest, may_start
 from sllm_runtime.control.providing.packing import places
 from sllm_runtime.control.scheduling.prediction import Outlook
 from sllm_runtime.control.turns import Turns
-from sllm_runtime.control.view import Instance, Key, Node, PutOff, View, Waited, without
+from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, PutOff, View, Waited, without
 
 LINGER_S: Final = 2.0
 """Who asks for an instance asks again within this: between two questions nobody has given up."""
 NODES: Final = 32
 """To look at so many for a place to keep takes as long as to look for one place (``turns``)."""
+MOST_LONGER: Final = 4
+"""Others that have waited longer, and are looked for a place before one."""
 
 
 def put_off(view: View, request: Request, now: float, outlook: Outlook | None = None) -> View:
@@ -51,18 +54,43 @@ def waited(view: View, request: Request, count: int, now: float, turns: Turns[Ke
     coming = sum(kept.values())
     if coming >= due:
         return view
-    turns.looked(key, 1 + len(view.nodes) // NODES)
-    found = _place(view, request, kept, now)
-    if found is None:
+    mine = _Asks(request, kept, there[coming].since)
+    for asks in (*_longer(view, key, mine.since), mine):
+        turns.looked(key, 1 + len(view.nodes) // NODES)
+        found = _place(view, asks.request, asks.kept, now)
+        if found is not None:
+            break
+    else:
         return view
-    turns.more = turns.more or coming + 1 < due
+    turns.more = turns.more or asks is not mine or coming + 1 < due
     name, leaving = found
+    key = asks.request.key
     view = replace(view, kept={**view.kept, name: key})
-    for instance in (each for each in leaving if each.stop is None):  # those that end already have their time
-        reason = f"makes room for {key[0]}, which has waited for {now - there[coming].since:.0f} s"
+    # Those that end already have their time, and those that are about to work are stopped once they do.
+    for instance in (each for each in leaving if each.stop is None and not _begins(view, each, key, now)):
+        reason = f"makes room for {key[0]}, which has waited for {now - asks.since:.0f} s"
         grace = instance.manifest.timeout if instance.ready else 0.0
         view = instances.stop(view, instance, reason, grace, resume=instance.carries)
     return view
+
+
+class _Asks(NamedTuple):
+    """Who wants a node kept: what starts, nodes that are kept for it with their places, and since when it waits."""
+
+    request: Request
+    kept: Mapping[str, int]
+    since: float
+
+
+def _longer(view: View, key: Key, since: float) -> list[_Asks]:
+    """Starts of other versions that have waited since before ``since`` and have no node kept, the longest first: with
+    the more urgent ones always before them they would wait for ever."""
+    have, found = {*view.kept.values(), key}, list[_Asks]()
+    for other, known in view.put_off.items():
+        if other not in have and known.waits and known.waits[0].since < since and other in view.versions:
+            version = view.versions[other]
+            found.append(_Asks(Request(other, version.manifest, version.model), EMPTY, known.waits[0].since))
+    return sorted(found, key=lambda asks: asks.since)[:MOST_LONGER]
 
 
 def settled(view: View, now: float) -> View:
@@ -102,7 +130,7 @@ def _let_go(view: View, key: Key, now: float) -> tuple[View, Mapping[str, int]]:
         return view, {}
     may, need = may_start(view, key, now), need_in(view, key, view.versions[key].manifest)
     left, kept = len(view.put_off[key].waits), dict[str, int]()
-    going = {name: _going(view, name) for name in mine if name in view.nodes and may(view.nodes[name])}
+    going = {name: _going(view, key, name, now) for name in mine if name in view.nodes and may(view.nodes[name])}
     for name in sorted(going, key=lambda name: (sum(each.running for each in going[name]), name)):
         given = _given(view, need, view.nodes[name], left, going[name])
         if given:
@@ -111,9 +139,19 @@ def _let_go(view: View, key: Key, now: float) -> tuple[View, Mapping[str, int]]:
     return replace(view, kept=without(view.kept, gone)) if gone else view, kept
 
 
-def _going(view: View, node: str) -> list[Instance]:
-    """What is being ended there."""
-    return [each for each in view.on(node).values() if each.stop is not None and not each.ended]
+def _going(view: View, key: Key, node: str, now: float) -> list[Instance]:
+    """What is being ended there for version ``key``, or will be once it works."""
+    there = [each for each in view.on(node).values() if not each.ended]
+    return [each for each in there if each.stop is not None or _begins(view, each, key, now)]
+
+
+def _begins(view: View, instance: Instance, key: Key, now: float) -> bool:
+    """Whether it starts, or has just begun and its first call is on its way: it is not ended for version ``key`` now,
+    or nobody would ever get ready, but once it works. Until then its place is counted on: others would start there
+    without end."""
+    if instance.key == key or instance.stop is not None or instance.running:
+        return False
+    return instance.state in STARTING or (instance.ready and instance.idle_s(now) < lent_s(instance))
 
 
 def _given(view: View, need: Need, node: Node, most: int, leaving: Sequence[Instance] = ()) -> int:
@@ -180,15 +218,27 @@ def _leaving(view: View, request: Request, node: str, now: float) -> list[Instan
     and its own: of these one more would be lacking."""
     there = [each for each in view.on(node).values() if not each.ended]
     own = request.key
-    leaving = [i for i in there if i.stop or (i.running and i.key != own) or evictable(request, view, i, now)]
-    return sorted(leaving, key=lambda each: (each.stop is None, _urgent(request, each), each.running))
+    leaving = [
+        i
+        for i in there
+        if i.stop or (i.running and i.key != own) or evictable(request, view, i, now) or _begins(view, i, own, now)
+    ]
+    return sorted(
+        leaving,
+        key=lambda each: (each.stop is None, _begins(view, each, own, now), _urgent(request, each), _calls(each)),
+    )
 
 
 def _urgent(request: Request, instance: Instance) -> bool:
-    return bool(instance.running) and instance.manifest.priority > request.manifest.priority
+    return bool(_calls(instance)) and instance.manifest.priority > request.manifest.priority
+
+
+def _calls(instance: Instance) -> int:
+    """That it works on, or is started for."""
+    return instance.running or int(instance.state in STARTING)
 
 
 def _cost(request: Request, node: str, leaving: Sequence[Instance], kept: Mapping[str, int]) -> _Cost:
     ended = [each for each in leaving if each.stop is None]  # the others end in any case
     urgent = any(_urgent(request, each) for each in ended)
-    return _Cost(urgent, sum(each.running for each in ended), node not in kept, node)
+    return _Cost(urgent, sum(map(_calls, ended)), node not in kept, node)

@@ -214,22 +214,22 @@ def room_made(request: Request, need: Need, view: View, node: Node, now: float) 
     if fits(need, view, node, soon):
         return needed(need, view, node, soon)
     idle = sorted((i for i in there if evictable(request, view, i, now)), key=lambda i: -i.idle_s(now))
-    found = _beside(need, view, node, soon, idle)
+    found = _beside(request, need, view, node, soon, idle)
     if found is not None or not late:
         return found
     leaving = [*soon, *late]
     if fits(need, view, node, leaving):
         return needed(need, view, node, leaving)
-    return _beside(need, view, node, leaving, idle)
+    return _beside(request, need, view, node, leaving, idle)
 
 
 def _beside(
-    need: Need, view: View, node: Node, leaving: Sequence[Instance], idle: Sequence[Instance]
+    request: Request, need: Need, view: View, node: Node, leaving: Sequence[Instance], idle: Sequence[Instance]
 ) -> tuple[Instance, ...] | None:
     """Those of ``leaving``, and the fewest of ``idle``, the first ones, whose going lets it fit together."""
     chosen: list[Instance] = []
     for each in idle:
-        if not _spares(view, [*chosen, each]):  # its version needs it, now that others of it go
+        if not _spares(request, view, [*chosen, each]):  # its version needs it, now that others of it go
             continue
         chosen.append(each)
         if fits(need, view, node, [*leaving, *chosen]):
@@ -258,13 +258,14 @@ def ends_late(instance: Instance) -> bool:
     return instance.running > 0 and instance.stop is not None and instance.stop.grace_s > 0
 
 
-def _spares(view: View, chosen: list[Instance]) -> bool:
+def _spares(request: Request, view: View, chosen: list[Instance]) -> bool:
     """Whether ending all of them together still leaves every other function its minimum."""
+    deployed = request.key[0] if request.key in view.trials else ""
     return all(
         sum(1 for other in view.of(key) if other.ready) - sum(1 for i in chosen if i.key == key)
         >= next(i.manifest.min_instances for i in chosen if i.key == key)
         for key in {i.key for i in chosen}
-        if view.active(key) and not any(trial[0] == key[0] for trial in view.trials)
+        if view.active(key) and key[0] != deployed
     )
 
 
@@ -285,6 +286,9 @@ def _in_the_way(request: Request, need: Need, view: View, nodes: Sequence[Node])
         return "no node has reported yet; is an invoker running? See `sllm node list`"
     fitting = [node for node in nodes if node.status is not None and not short(need, total(node.status))]
     if not fitting:
+        kept = _kept(request, need, view)
+        if kept:
+            return kept
         refusals = (f"{node}: {said.reason}" for (key, node), said in view.refused.items() if key == request.key)
         said = "; ".join(sorted(refusals)) or "see `sllm node list`"
         return f"no node that could run it is up and accepting work; {said}"
@@ -296,3 +300,14 @@ def _in_the_way(request: Request, need: Need, view: View, nodes: Sequence[Node])
             gaps.append((len(lacks), node.record.node, lacks))
     _, name, lacks = min(gaps)
     return f"all capacity is in use: needs {'; '.join(lacks)} on {name}"
+
+
+def _kept(request: Request, need: Need, view: View) -> str:
+    """Of the nodes that are kept for others which have waited long, where one of them could run it; else empty."""
+    for name, whose in sorted(view.kept.items()):
+        node = view.nodes.get(name)
+        if whose == request.key or node is None or node.status is None or not node.open:
+            continue
+        if not short(need, total(node.status)):
+            return f"node {name} is kept for {whose[0]} v{whose[1]}, which has waited for too long"
+    return ""

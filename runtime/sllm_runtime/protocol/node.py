@@ -167,6 +167,9 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     before, which sets them aside for each instance."""
     untold: int = 0
     """Models on the node of which this report says nothing: it, or what loaderd told, has no room for all."""
+    left_cpu: float | None = None
+    """CPUs that it may promise yet, to all of its instances together: more than it has, of which ``free_cpu`` is what
+    one may get. None: a node of before, or it promises no more than it has."""
     version: int = PROTOCOL_VERSION
 
 

@@ -65,9 +65,10 @@ class Moving:
         return [i for i in server.working if i.record.instance not in moved and _settled(view, i, until)]
 
     def stoppable(self, server: Server) -> list[Instance]:
-        """Who of ``server`` may be stopped now."""
-        until = self.now - self.settled_s
-        return [instance for instance in self.movable(server) if _there_since(instance) <= until]
+        """Who of ``server`` may be stopped now; nothing that is more urgent, which would be served before it."""
+        until, most = self.now - self.settled_s, self.request.manifest.priority
+        there = (each for each in self.movable(server) if each.manifest.priority <= most)
+        return [instance for instance in there if _there_since(instance) <= until]
 
     def going(self, server: Server, within: float) -> dict[str, Going]:
         """Who of ``server`` may be moved now, and could start somewhere else in less than ``within`` seconds, by
@@ -211,6 +212,8 @@ def _lacks(
     when those before it have gone."""
     asks = need.labels or need.container or need.python
     if asks and short(replace(need, memory=0, cpu=0.0, gpus=()), server.free):
+        return
+    if need.cpu > server.free.each + 1e-9:  # nobody's going would do
         return
     now, view, servers = moving.now, moving.view, moving.servers
     there.sort(key=lambda instance: (instance.busy_s(now), instance.record.instance))

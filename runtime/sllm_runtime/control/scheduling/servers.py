@@ -136,7 +136,7 @@ class Server(msgspec.Struct, frozen=True, eq=False, dict=True):
     def devices(self, need: Need, rank: int) -> tuple[int, ...] | None:
         """Accelerators for ``need``, of the kind it names at ``rank``; None if there is no room for it."""
         free = self.free
-        if need.cpu > free.cpu + 1e-9 or (need.memory > free.memory and need.takes(free) > free.memory):
+        if need.cpu > min(free.cpu, free.each) + 1e-9 or (need.memory > free.memory and need.takes(free) > free.memory):
             return None
         if (need.labels or need.container or need.python) and short(need, free):
             return None
