@@ -335,7 +335,7 @@ class Detached:
         async with run.writing:
             await self._insist(run.call.id, run.until, take)
         await self._hold(run)
-        run.epoch = 0  # that it has begun is written again: it stands for as long as its order
+        run.place = (0, "")  # that it has begun is written again: it stands for as long as its order
 
     async def _end(self, run: _Run, state: CallState, error: SllmError | None) -> None:
         ending = functools.partial(self.end, run.asked, state, error, run.fence, run.call.end, run.journaled.frames)
@@ -344,7 +344,7 @@ class Detached:
     async def _write(self, run: _Run) -> None:
         """What has come: whole values, so that nobody begins to read half a one that another instance says anew."""
         call = run.call
-        while run.epoch != call.epoch and (call.state is CallState.RUNNING or call.frames):
+        while run.place != _place(call) and (call.state is CallState.RUNNING or call.frames):
             if not await self._began(run) and call.error is not None:
                 break
         cost = call.buffered
@@ -362,12 +362,12 @@ class Detached:
         whoever takes it up must not run it a second time. False: it is spared, since that instance is not to hear of
         it any more. Raises as ``_insist``."""
         call = run.call
-        epoch, where = call.epoch, call.binding
+        place, where = _place(call), call.binding
         began = Began(
             at=self._wall(),
             numerics=call.numerics or (where.entry.fingerprint if where is not None else ""),
-            epoch=epoch,
-            instance=where.instance if where is not None else "",
+            epoch=place[0],
+            instance=place[1],
             exact=call.exact and (where is None or where.entry.exact),
         )
         keep = _order_s(call.version)
@@ -379,7 +379,7 @@ class Detached:
 
             if not await self._insist(call.id, run.until, write, spare):
                 return False
-            run.epoch = epoch
+            run.place = place
         return True
 
     async def _write_batches(self, run: _Run, frames: Sequence[Frame]) -> bool:
@@ -477,13 +477,19 @@ class _Run:
         self.keep = kept_s(call.version.manifest.timeout)
         self.until = now + known_s(call.version.manifest.timeout)
         """When nobody knows of the call any more, whatever becomes of it."""
-        self.epoch = 0
+        self.place = (0, "")
+        """As ``_place`` was when that was last written."""
         self.read = now
         self.held = asyncio.Event()
         """Set when its key is known to be its own, or the call is over."""
         self.writing = asyncio.Lock()
         """Held while its order is rewritten, or an entry written by another task than its journal's, which knows of the
         order before."""
+
+
+def _place(call: Call) -> tuple[int, str]:
+    """Its epoch, and the instance that has it, or had it last: one that moves is elsewhere in the same epoch."""
+    return call.epoch, call.binding.instance if call.binding is not None else call.marks.instance
 
 
 def _order_s(version: Version) -> float:

@@ -329,6 +329,8 @@ class Move:
 
     def compare(self) -> None:
         """What the destination said before its source did. Raises ``NotDeterministic`` if that was another answer."""
+        if self._ended:
+            self._compare_count()
         for number, digest in self._digests.items():
             if number <= self._kept.delivered:
                 self._compare(number, digest)
@@ -352,6 +354,8 @@ class Move:
         if error is not None and not self.switched:
             raise error.to_error()
         self._ended = True
+        if error is None and self.switched:
+            self._compare_count()
 
     def _drawn(self, ids: Ids) -> bool:
         """Whether some of them are new, or that it has ended."""
@@ -387,6 +391,12 @@ class Move:
             return 0
         parts, self._parts = self._parts, []
         return sum(part.cost for part in parts)
+
+    def _compare_count(self) -> None:
+        """It has ended: after all that the caller has."""
+        if self._outputs < self._kept.delivered:
+            text = f"instance {self.binding.instance} ended after {self._outputs} outputs, {self._kept.delivered} were"
+            raise NotDeterministic(f"{text} given by the one that it relieves")
 
     def _compare(self, outputs: int, digest: bytes) -> None:
         if self._kept.digest_at(outputs) != digest:

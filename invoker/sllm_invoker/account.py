@@ -73,6 +73,7 @@ class Account:
             spans=self._spans,
             running=work.running if work is not None else 0,
             served=work.served if work is not None else 0,
+            whole=work.whole if work is not None else 0,
             worked_s=work.worked_s if work is not None else 0.0,
             idle_s=work.idle_s(now) if work is not None else 0.0,
             context=self.context if work is not None and work.running else 0,

@@ -61,6 +61,8 @@ class Work:
         self._idle_since = clock()
         self.served = 0
         """Calls that ended, but for those that were cancelled."""
+        self.whole = 0
+        """Of these, those that had begun here: how long one takes that came from elsewhere nobody knows."""
         self.worked_s = 0.0
         """Seconds that these took together."""
         self._ids: list[FeedCall | HoldCall] = []
@@ -229,7 +231,9 @@ class Work:
         del self._calls[call.number]
         now = self._clock()
         if call.cancel is None:
-            self.served, self.worked_s = self.served + 1, self.worked_s + (now - call.began)
+            self.served += 1
+            if not (call.head.recorded or call.head.delivered):
+                self.whole, self.worked_s = self.whole + 1, self.worked_s + (now - call.began)
         if not self._calls:
             self._idle_since = now
 

@@ -71,22 +71,29 @@ def report(view: View, instance: Instance, status: InstanceStatus, now: float) -
         if not instance.adopted:
             view = replace(view, learned=view.learned.started(moved.key))
     busy = (instance.busy_since if instance.busy_since is not None else now) if status.running else None
-    ended, took_s = _ended(instance, status)
+    ended, whole, took_s = _ended(instance, status)
     turn = now if ended or instance.turn_since is None else instance.turn_since
     moved = replace(moved, seen=status, seen_at=now, busy_since=busy, turn_since=turn if status.running else None)
-    if ended:
-        view = replace(view, learned=view.learned.called(moved.key, took_s / ended))
+    if whole:
+        view = replace(view, learned=view.learned.called(moved.key, took_s / whole))
     if status.proof and moved.key in view.versions:
         view = replace(view, learned=view.learned.proved(moved.key, status.proof))
     return settle(view.put_instance(moved), instance, moved, now)
 
 
-def _ended(instance: Instance, status: InstanceStatus) -> tuple[int, float]:
-    """Calls that have ended since its last report, and the seconds that they took together."""
-    seen = instance.seen
+def _ended(instance: Instance, status: InstanceStatus) -> tuple[int, int, float]:
+    """Calls that have ended since its last report, those of them that had begun there, and the seconds that these took
+    together."""
+    seen, whole = instance.seen, _whole(status)
     if seen is None:
-        return (0, 0.0) if instance.adopted else (status.served, status.worked_s)
-    return max(0, status.served - seen.served), max(0.0, status.worked_s - seen.worked_s)
+        return (0, 0, 0.0) if instance.adopted else (status.served, whole, status.worked_s)
+    return (
+        max(0, status.served - seen.served), max(0, whole - _whole(seen)), max(0.0, status.worked_s - seen.worked_s)
+    )  # fmt: skip
+
+
+def _whole(status: InstanceStatus) -> int:
+    return status.whole if status.whole >= 0 else status.served
 
 
 def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:

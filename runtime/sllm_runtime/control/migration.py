@@ -46,7 +46,7 @@ FAILED_S: Final = 300.0
 """A node where a destination did not start, or served another context, is left out for so long; where it did not start
 it is tried all the same for who names it."""
 KEEP_S: Final = 60.0
-"""What came of a migration can be asked for so long after its end."""
+"""What came of a migration can be asked for so long after its end; longer where its source would be moved in vain."""
 
 Make: TypeAlias = Callable[[View, Key, Place], tuple[View, str]]
 """Adds a new instance to the view; its name."""
@@ -68,7 +68,8 @@ def ask(view: View, name: str, to: str, now: float, expected: float | None = Non
     _reachable(view, instance, _carried(view, instance), to, now)
     if by is None and to in apart(view, instance, now):
         raise InvalidRequest(f"calls of instance {name} cannot go on at node {to}: {OTHER_CLASS}", field="to")
-    begun = Migration(name, to, MigrationState.PREPARING, now, tokens=instance.tokens(now), expected=expected, by=by)
+    tokens = instance.tokens(now)
+    begun = Migration(name, to, MigrationState.PREPARING, now, tokens=tokens, expected=expected, by=by, named=to)
     return _put(view, replace(begun, unfit=known.unfit, apart=known.apart) if known is not None else begun)
 
 
@@ -84,7 +85,7 @@ def _joined(view: View, known: Migration, source: Instance, to: str, now: float,
         return view
     if not known.destination and not node:
         _reachable(view, source, _carried(view, source), to, now)
-        return _put(view, replace(known, node=to))
+        return _put(view, replace(known, node=to, named=to))
     where = f"node {node}" if node else f"instance {known.destination}"
     raise Conflict(f"instance {known.source} moves to {where} already; ask again when that is over")
 
@@ -163,8 +164,16 @@ def advance(view: View, now: float, choose: Choose, make: Make, turns: Turns[str
             view = _step(view, migration, now, choose, make, turns)
     _, view = turns.passed(view)
     view = _followed(view)
-    old = [name for name, each in view.migrations.items() if each.ended is not None and now - each.ended > KEEP_S]
+    old = [name for name, each in view.migrations.items() if _told(view, each, now)]
     return replace(view, migrations=without(view.migrations, old)) if old else view
+
+
+def _told(view: View, migration: Migration, now: float) -> bool:
+    """Whether nobody needs what is known of it any more: it is over, and nowhere would its source be moved in vain."""
+    if migration.ended is None or now - migration.ended <= KEEP_S:
+        return False
+    in_vain = any(now < until for until in (*migration.unfit.values(), *migration.apart.values()))
+    return not in_vain or migration.source not in view.instances
 
 
 def _asked_by_policy(view: View, now: float) -> View:
@@ -314,6 +323,9 @@ def _choice(view: View, migration: Migration, source: Instance, now: float, choo
         return Wait(f"node {node} is not heard")
     if not known.open:
         return Wait(f"node {node} takes no starts now: it is cordoned, drained, or makes no sandboxes")
+    refusal = view.refused.get((source.key, node))
+    if refusal is not None and now < min(refusal.until, refusal.yields):
+        return Wait(f"node {node}: {refusal.reason}")
     chosen, lacks = fits.choose_gpus(need, capacity), fits.short(need, capacity)
     if chosen is not None and not lacks:
         there = server(view, known, known.status)
@@ -333,7 +345,7 @@ def _commit(view: View, migration: Migration, source: Instance, destination: Ins
         migration = replace(migration, apart=with_item(migration.apart, destination.record.node, until))
         return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {OTHER_CLASS}", now)
     served = source.seen.served if source.seen is not None else 0
-    begun = replace(migration, state=check(MIGRATION, migration.state, MigrationState.MOVING), served=served)
+    begun = replace(migration, state=check(MIGRATION, migration.state, MigrationState.MOVING), served=served, since=now)
     view = _put(view, replace(begun, tokens=source.tokens(now)))
     view = _points(view, source, migration.destination)
     return _drained(view, view.instances[migration.source], migration.destination)
@@ -349,6 +361,8 @@ def _points(view: View, source: Instance, destination: str) -> View:
 
 def _lost(view: View, migration: Migration, source: Instance, destination: Instance | None, now: float) -> View:
     """The destination is no more: what has not moved goes on at the source, to its end."""
+    if migration.state is MigrationState.PREPARING and destination is not None and _refused(destination):
+        return _put(view, replace(migration, destination="", node=migration.named))
     error = destination.record.error if destination is not None else None
     stop = destination.stop if destination is not None else None
     why = error.message if error is not None else stop.reason if stop is not None else "it is gone"
@@ -358,6 +372,11 @@ def _lost(view: View, migration: Migration, source: Instance, destination: Insta
         unfit = with_item(migration.unfit, destination.record.node, now + FAILED_S)
         migration = replace(migration, unfit=unfit)
     return _end(view, migration, MigrationState.ABANDONED, f"instance {migration.destination}: {why}", now)
+
+
+def _refused(destination: Instance) -> bool:
+    """Whether its node did not begin it: another place is looked for, as for any start (``instances.withdraw``)."""
+    return destination.state is InstanceState.STOPPED and destination.stop is None and destination.seen is None
 
 
 def _apart_until(view: View, source: Instance, destination: Instance, now: float) -> float:

@@ -17,11 +17,11 @@ def taught(view: View, now: float) -> View:
 
 
 def _taught(view: View, move: Migration, now: float) -> View:
-    """From when the destination was ready to when the source had no call left; what it frees then is its release.
+    """From when the destination was there to when the source had no call left; what it frees then is its release.
     Nothing is learned where none ran that could move, or where one ended there meanwhile: it may have been the last
     one, and how long it took says nothing of moves."""
-    source, destination = view.instances.get(move.source), view.instances.get(move.destination)
-    if not move.tokens or source is None or destination is None or destination.ready_at is None:
+    source = view.instances.get(move.source)
+    if not move.tokens or move.since is None or source is None:
         return view
     model = view.model_of(source.key)
     if model is None:
@@ -30,5 +30,5 @@ def _taught(view: View, move: Migration, now: float) -> View:
     if seen is None or seen.served != move.served:
         return view
     release = seen.release_s
-    took = max(0.0, now - max(move.began, destination.ready_at) - (release or 0.0))
+    took = max(0.0, now - move.since - (release or 0.0))
     return replace(view, learned=view.learned.resumed(model.digest, move.tokens, took))

@@ -116,7 +116,8 @@ def _follows(instance: Instance, said: InstanceStatus) -> bool:
 def pressing(view: View, before: NodeStatus, after: NodeStatus) -> bool:
     """Whether ``news`` are to be acted on at once: calls that begin and end on instances that stay as they are matter
     only while somebody waits for a place."""
-    if view.waiting or view.pending or view.migrations or view.trials or view.warm:
+    moving = any(each.ended is None for each in view.migrations.values())
+    if view.waiting or view.pending or moving or view.trials or view.warm:
         return True
     return _steady(before, running=0) != _steady(after, running=0)
 
@@ -138,7 +139,7 @@ def released(before: NodeStatus | None, after: NodeStatus) -> Iterator[tuple[Ins
 
 
 def _steady(status: NodeStatus, **other: int) -> NodeStatus:
-    told = {"idle_s": 0.0, "context": 0, "served": 0, "worked_s": 0.0, "proof": "", **other}
+    told = {"idle_s": 0.0, "context": 0, "served": 0, "whole": 0, "worked_s": 0.0, "proof": "", **other}
     there = tuple([msgspec.structs.replace(instance, **told) for instance in status.instances])
     return msgspec.structs.replace(status, sequence=0, instances=there)
 

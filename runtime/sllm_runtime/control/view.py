@@ -202,10 +202,14 @@ class Migration:
     of a controller before."""
     served: int = 0
     """Calls that had ended at the source when the others began to move, as its node had told."""
+    since: float | None = None
+    """When they did; None: not yet, or under a controller before."""
     expected: float | None = None
     """What it is expected to take, as the policy said that decided it, or as was known when its destination was."""
     by: Key | None = None
     """As ``Move.by``; None: people asked for it, or a node is drained."""
+    named: str = ""
+    """The node that was asked for, if one was; ``node`` is where it was placed since."""
     unfit: Mapping[str, float] = field(default_factory=dict)
     """Nodes where one did not start, and until when none is again."""
     apart: Mapping[str, float] = field(default_factory=dict)

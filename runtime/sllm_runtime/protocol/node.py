@@ -58,6 +58,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Calls it works on."""
     served: int = 0
     """Calls that ended there, but for those that were cancelled; 0: also of a node of before."""
+    whole: int = -1
+    """Of these, those that had begun there; -1: of a node of before, all."""
     worked_s: float = 0.0
     """Seconds that these took together."""
     idle_s: float = 0.0

@@ -12,7 +12,9 @@ import pytest
 
 from sllm_runtime.control import draining, fits, instances, migration
 from sllm_runtime.control.events import events
+from sllm_runtime.control.loop import REFUSED_S, refused
 from sllm_runtime.control.placement import Wait
+from sllm_runtime.control.plan import SendStart
 from sllm_runtime.control.reports import departed, suspect
 from sllm_runtime.control.routes import route
 from sllm_runtime.control.scheduling import startup
@@ -23,6 +25,7 @@ from sllm_runtime.protocol.errors import (
     Conflict,
     InstanceNotFound,
     InvalidRequest,
+    NoCapacity,
     NodeNotFound,
     SllmError,
     Unavailable,
@@ -944,3 +947,90 @@ def test_of_a_move_whose_version_is_gone_nothing_is_taken_over() -> None:
     stored = world.followed()
     world.plan()
     assert of_moves(stored, world) == []
+
+
+def test_a_move_that_waited_for_an_idle_instance_teaches_what_it_took_from_then_on() -> None:
+    """There is no room for a new one, until one of the version that worked elsewhere is idle: that the calls waited for
+    it is nothing that moves take."""
+    world, source = running(FakeNode("n1", cpu=4.0, gpus=0), FakeNode("n2", cpu=1.0, gpus=0), cpu=1.0, max_instances=2)
+    world.view = world.view.put_model(ModelRecord(digest="sha256:m", uri="/m", nbytes=1, partitions=(1,)))
+    world.view = world.view.put_version(msgspec.structs.replace(world.view.versions[CHAT], model="sha256:m"))
+    world.turn(20.0)
+    node = world.nodes["n1"]
+    node.instances[source] = msgspec.structs.replace(node.instances[source], context=100)
+    world.view = draining.cordon(world.view, "n1", cordoned=True, drain=False)
+    world.wait_for(CHAT, 20)
+    world.plan()
+    world.hear_all()
+    (other,) = [name for name in world.live(CHAT) if name != source]
+    assert world.view.instances[other].record.node == "n2"
+    ready(world, other)
+    works(world, other, 1)
+    world.wait_for(CHAT, 0)
+    ask(world, source)
+    for _ in range(40):
+        world.turn(1.0)
+        assert state(world, source) is MigrationState.PREPARING, "no room, and none is idle"
+    works(world, other, 0)
+    world.plan()
+    assert world.view.instances[source].record.moves_to == other
+    world.now += 2.0
+    node.instances[source] = msgspec.structs.replace(node.instances[source], running=0, release_s=1.0)
+    world.finish(source, InstanceState.STOPPED)
+    world.plan()
+    assert state(world, source) is MigrationState.DONE
+    assert world.view.learned.moves["sha256:m"].y == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("who", ["a person", "a policy"])
+def test_that_a_node_computes_other_bits_is_known_for_as_long_as_the_source_is_there(who: str) -> None:
+    """Longer than what came of the move is told: each start there would be in vain again."""
+    world, source, destination = begun()
+    ready(world, destination, fingerprint="g")
+    world.plan()
+    world.hear_all()
+    world.turn(migration.KEEP_S + 2)
+    assert world.view.instances[source].ready
+    started = len(world.started)
+    if who == "a person":
+        with pytest.raises(InvalidRequest, match="cannot go on at node n2"):
+            ask(world, source, "n2")
+    else:
+        world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, ("other", 1), world.now)})
+    world.plan()
+    assert len(world.started) == started
+    assert not world.view.moves
+
+
+def test_that_one_did_not_start_on_a_node_is_known_for_as_long_as_is_said() -> None:
+    world, source, destination = begun()
+    world.finish(destination, InstanceState.FAILED, ERROR)
+    world.turn(migration.KEEP_S + 10)
+    started = len(world.started)
+    world.view = replace(world.view, moves={source: Move(source, "n2", 1.0, ("other", 1), world.now)})
+    world.plan()
+    assert len(world.started) == started, "no policy has it tried again within FAILED_S"
+    world.turn(migration.FAILED_S)
+    assert source not in world.view.migrations, "then it is forgotten"
+
+
+@pytest.mark.parametrize("to", ["n2", ""])
+def test_a_node_that_refuses_the_destination_is_one_without_room(to: str) -> None:
+    """It has less than its last report said: that is no start in vain, and nothing is gone."""
+    world, source = running(*(FakeNode(name, cpu=4.0, gpus=0) for name in ("n1", "n2", "n3")))
+    ask(world, source, to)
+    world.plan()
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    refusing = world.view.instances[destination].record.node
+    world.view = refused(world.view, SendStart(destination), NoCapacity("needs 1 CPU, has 0.5 free"), world.now)
+    world.plan()
+    world.plan()
+    assert state(world, source) is MigrationState.PREPARING
+    (other,) = [name for name in world.live(CHAT) if name != source] or [""]
+    if to:
+        assert not other, "it is left alone for a second"
+        world.now += REFUSED_S + 0.1
+        world.hear_all()
+        world.plan()
+        (other,) = [name for name in world.live(CHAT) if name != source]
+    assert (world.view.instances[other].record.node == refusing) is bool(to)

@@ -827,6 +827,7 @@ class Scene:
         self.value: Callable[[Run, int], Any] = lambda _, number: number
         self.drawn: Callable[[Run, int], int] = lambda _, number: number * 7
         self.dies_at: dict[str, int] = {}
+        self.ends_at: dict[str, int] = {}
         self.last = -1
         """The id that one is drawing when it is told to draw no more."""
         self.ids = True
@@ -857,6 +858,8 @@ class Scene:
             if number >= len(known) and not await self._turn(run, number):
                 run.end(Cancelled("stopped"))
                 return
+            if self.ends_at.get(name) == number:
+                break
             if self.ids:
                 run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (self.drawn(run, number),))))
             if number >= run.head.delivered:
@@ -1851,3 +1854,64 @@ async def test_a_destination_of_another_numerics_class_is_not_asked(nats: Nats) 
         s.pace["i1"] = TOTAL
         assert values((await call).text) == list(range(TOTAL))
         assert not s.runs("i2")
+
+
+@pytest.mark.parametrize("slowly", [True, False])
+async def test_a_kept_call_that_has_moved_says_so_once_it_has_ended(nats: Nats, slowly: bool) -> None:
+    """It is read from its journal then: the instance that had it last is not the one that it has left."""
+    async with scene(nats) as s:
+        s.held = asyncio.Event()
+        await s.deploy()
+        s.pace["i1"] = 10
+        call = (await s.w.http.post("/fn/draw", json={}, headers={"prefer": "respond-async"})).json()["id"]
+        await until(lambda: s.acked("i1") >= 20)
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        if slowly:  # and its journal is written meanwhile
+            s.pace["i1"] = 12
+            await until(lambda: s.acked("i1") >= 24)
+        s.held.set()
+        s.pace["i2"] = 15
+        await until(lambda: s.acked("i2") >= 15)
+        s.pace["i2"] = TOTAL
+
+        async def told() -> Any:
+            return (await s.w.http.get(f"/v1/calls/{call}")).json()
+
+        async def over() -> bool:
+            return bool((await told())["state"] == "SUCCEEDED")
+
+        await until(over)
+        assert await s.moved() == 1
+        assert (await told())["instance"] == "i2"
+
+
+def test_one_that_ends_with_fewer_outputs_than_its_source_has_given_says_something_else() -> None:
+    answer: list[Step] = [(0, (number,), [b"x"]) for number in range(4)]
+    kept = Resumption()
+    kept.take(frames_of(answer, upto=2))
+    kept.watch()
+    move = move_of(kept)
+    move.opened(False, NOW)
+    move.take(frames_of(answer, delivered=2, upto=3), NOW)
+    kept.take(frames_of(answer, delivered=2, upto=4)[-4:])
+    move.take([Frame(0, FrameKind.END, codec.pack(End()))], NOW)
+    with pytest.raises(NotDeterministic):
+        move.switch(NOW)
+
+
+async def test_a_destination_that_ends_before_its_source_has_is_not_used(nats: Nats) -> None:
+    """Its function is not deterministic: what its caller has by then is no whole answer."""
+    async with scene(nats) as s, s.reading() as call:
+        s.held, s.ends_at["i2"], s.pace["i2"] = asyncio.Event(), 12, TOTAL
+        await s.deploy(moves=True)
+        await until(lambda: s.runs("i2"))
+        s.pace["i1"] = 16
+        await until(lambda: s.acked("i1") >= 32)
+        s.held.set()
+        (second,) = s.runs("i2")
+        await until(lambda: second.outbox.ended)
+        await asyncio.sleep(4 * TICK_S)
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        assert await s.moved() == 0

@@ -6,17 +6,24 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from sllm_invoker.account import Account
 from sllm_invoker.call import Call
 from sllm_invoker.work import Work
+from sllm_runtime.control import instances
+from sllm_runtime.control.view import Instance, View
 from sllm_runtime.platform.wire import AsyncWire
-from sllm_runtime.protocol import limits
+from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.errors import SllmError, Unavailable
-from sllm_runtime.protocol.frames import CallHead
-from sllm_runtime.protocol.worker import CallBody
+from sllm_runtime.protocol.frames import CallHead, End, Frame, FrameKind
+from sllm_runtime.protocol.records import InstanceRecord
+from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.worker import CallBody, CallFrames
 from tests.fixtures.invoker import order
 from tests.fixtures.waiting import until
+from tests.unit.control.world import deployed, manifest
 
 
 class Told:
@@ -108,3 +115,35 @@ async def test_credit_for_a_body_comes_when_the_worker_has_taken_it(told: Told) 
     await until(lambda: told.consumed == [len(part) + limits.FRAME_COST for part in body], what="it is granted")
     feeding.cancel()
     await asyncio.wait([feeding])
+
+
+async def test_how_long_calls_take_is_not_learned_from_those_that_began_elsewhere() -> None:
+    """A call that was moved here ran for most of its time where it came from."""
+    now = 0.0
+    ours, theirs = socket.socketpair()
+    work = Work(order(), AsyncWire(ours), lambda _: None, lambda _, cost: None, lambda _: None, lambda: now)
+    account = Account(order())
+    work.open(holds=True)
+    view = deployed(View(), manifest("f", concurrency=8))
+    record = InstanceRecord(instance="i", function="f", version=1, node="n1", state=InstanceState.READY, created=0.0)
+    view = view.put_instance(Instance(record=record, manifest=manifest("f"), placed=0.0, ready_at=0.0))
+
+    def runs(head: CallHead, seconds: float) -> None:
+        nonlocal now, view
+        call = Call(work.next_number(), "gw", head, now)
+        work.begin(call, [])
+        now += seconds
+        end = Frame(0, FrameKind.END, codec.pack(End()))
+        work.on_message(CallFrames(((call.number, (end,)),)))
+        said = msgspec.structs.replace(account.status(InstanceState.READY, work, now), function="f", version=1)
+        view = instances.report(view, view.instances["i"], said, now)
+
+    try:
+        runs(head_of(0), 60.0)
+        for _ in range(3):  # a node is drained, and its calls end here
+            runs(msgspec.structs.replace(head_of(0), recorded=((1, 2, 3),), delivered=3, held=True), 2.0)
+        assert view.learned.call_s(("f", 1)) == 60.0
+        assert work.served == 4
+    finally:
+        work._wire.close()
+        theirs.close()
