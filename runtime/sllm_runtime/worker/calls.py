@@ -39,6 +39,7 @@ from sllm_runtime.worker.words import sendable, words_of
 log = logging.getLogger(__name__)
 _MESSAGE_CHARS = 2000
 _TRACE_CHARS = 64 * 1024
+_NO_ROOM: Final = "the function has no memory left for this call's arguments; raise memory=... in @model_function"
 _CANCEL_S = 2.0
 """A stopping worker waits this long for what it cancelled."""
 _STAND_BY_S: Final = 0.03
@@ -102,7 +103,12 @@ class Calls:
         call = self._running.get(message.number)
         if call is None or call.task is not None:
             return
-        call.body += message.data
+        try:
+            call.body += message.data
+        except MemoryError:  # a body without one of its parts would be waited for for ever
+            call.body = bytearray()
+            self._finish(call, FunctionError(_NO_ROOM).body())
+            return
         if len(call.body) > limits.MAX_BODY:
             self._finish(call, BodyTooLarge(f"body above {limits.MAX_BODY} bytes").body())
         elif len(call.body) >= call.head.body_bytes:
@@ -183,6 +189,7 @@ class Calls:
         TRACEPARENT.set(call.head.traceparent)
         console.current_call.set(call.number)
         error: ErrorBody | None = None
+        process = os.getpid()
         try:
             if call.head.kind != "fn":
                 with own():  # no user code answers these
@@ -195,6 +202,8 @@ class Calls:
                 error = await self._in_thread(call)
         except BaseException as raised:  # everything ends in the call's END frame
             error = self._described(call, raised)
+        if os.getpid() != process:
+            _end_child(error)
         self._finish(call, error)
 
     async def _in_thread(self, call: Call) -> ErrorBody | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from sllm_runtime.protocol.errors import FunctionError, SllmError
 from sllm_runtime.worker import prompts
 from sllm_runtime.worker.adapters import Adapters
+from sllm_runtime.worker.aside import aside
 from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.sinks import AsyncSink, Mailbox, ThreadSink
@@ -158,9 +158,9 @@ class ModelHandle:
             number = next_number()
             # In a thread: rendering, tokenizing and compiling a shape take as long as a prompt is, and the loop has
             # others to serve; so does who else has the lock.
-            loop, request = await asyncio.to_thread(self._request, asked)
+            loop, request = await aside(self._request, asked)
             run = Generation(loop, request, number=number)
-            sink = AsyncSink(self._mailbox)
+            sink = AsyncSink(self._mailbox.here())
             with run.submitted(sink):
                 async for piece in sink:
                     run.heard(piece)

@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ from sllm_runtime.protocol.worker import (
     ToWorker,
 )
 from sllm_runtime.worker import isolation
+from sllm_runtime.worker.aside import aside
 from sllm_runtime.worker.calls import Calls
 from sllm_runtime.worker.cluster import leave_network
 from sllm_runtime.worker.console import Console, own_loggers
@@ -88,6 +90,8 @@ class Worker:
         self._sender = Sender(wire, self._work)
         self._console = Console(self._sender.log, lambda: self._sender.flush(_LINE_S))
         self._stop: asyncio.Future[float | None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self._broken: SllmError | None = None
 
     def _work(self) -> Heartbeat:
@@ -133,7 +137,8 @@ class Worker:
         _log_to_console()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             life = self._compute if number else self._serve
-            status = runner.run(life(message.body, fds, began))
+            runner.get_loop().set_default_executor(_Executor())
+            status = _lived(runner.get_loop(), life(message.body, fds, began))
         self._console.end_call(None)
         self._sender.close(_FLUSH_S)
         return status
@@ -146,6 +151,8 @@ class Worker:
         """In a child that user code forked: it must not speak for this worker, whose socket it has."""
         self._sender.mute()
         self._console.leave()
+        if self._loop is not None and threading.get_ident() == self._loop_thread:
+            _leave_loop(self._loop)
 
     async def _compute(self, assign: Assign, fds: list[int], _began: float) -> int:
         """The life of a process that takes no calls."""
@@ -165,6 +172,7 @@ class Worker:
     async def _serve(self, assign: Assign, fds: list[int], began: float) -> int:
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
+        self._loop, self._loop_thread = loop, threading.get_ident()
         stages = Stages(self._report, began)
         traced = TRACEPARENT.set(assign.traceparent)
         try:
@@ -195,7 +203,7 @@ class Worker:
         lost = InstanceLost(f"its instance ends: {broken.message}; call again") if broken is not None else None
         await self._calls.drain(grace_s, lost)
         if started.handle is not None:
-            await asyncio.to_thread(started.handle.close)
+            await aside(started.handle.close)
         if self._broken is not None:
             self._sender.send(Failed(error=self._broken.body()))
             return 1
@@ -231,6 +239,10 @@ class Worker:
                 loop.call_soon_threadsafe(self._dispatch, [codec.unpack(ToWorker, each).body for each in payloads])
         except (OSError, SllmError) as error:
             log.warning("the invoker's socket: %s", error)
+        except MemoryError:  # what was read is lost, and nothing that follows would be heard
+            text = "its function left no memory to hear of its calls; raise memory=... in @model_function"
+            loop.call_soon_threadsafe(self._lose, InstanceLost(text))
+            return
         except RuntimeError:
             return  # the loop is closed: this worker ends
         loop.call_soon_threadsafe(self._ended, None)
@@ -289,6 +301,36 @@ class Worker:
     def _ended(self, grace_s: float | None) -> None:
         if self._stop is not None and not self._stop.done():
             self._stop.set_result(grace_s)
+
+
+class _Executor(ThreadPoolExecutor):
+    """What user code left in its threads is not waited for: it ends with this process."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
+def _lived(loop: asyncio.AbstractEventLoop, life: Coroutine[Any, Any, int]) -> int:
+    """``sys.exit`` in a task that user code made leaves the loop, and ends no more than that task."""
+    task = loop.create_task(life)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except (SystemExit, KeyboardInterrupt):
+            if task.done():
+                raise
+
+
+def _leave_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """In a child that code on the loop forked. What the loop polls is its parent's too, which would miss what is read
+    here; so nothing is. Code that waits, or ends, ends the child."""
+    empty = select.epoll()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]" and fd != empty.fileno():
+                os.dup2(empty.fileno(), fd, inheritable=False)
+    empty.close()
+    loop.call_soon(os._exit, 0)
 
 
 def _log_to_console() -> None:

@@ -5,7 +5,6 @@ The gateway makes the role, finish and usage chunks; from here come ``Delta`` fr
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections import deque
@@ -22,6 +21,7 @@ from sllm_runtime.protocol.openai import check, model_name, tools_of
 from sllm_runtime.protocol.openai_requests import ChatRequest, CompletionRequest
 from sllm_runtime.worker import prompts
 from sllm_runtime.worker.adapters import Adapters
+from sllm_runtime.worker.aside import aside
 from sllm_runtime.worker.call import Call
 from sllm_runtime.worker.chat import ChatTemplate
 from sllm_runtime.worker.engine.base import Request, Sampling
@@ -68,7 +68,7 @@ async def answer(call: Call, handle: ModelHandle, mailbox: Mailbox) -> None:
     """Run one ``chat`` or ``completion`` call. Raises typed errors whose ``field`` is the parameter."""
     # In a thread: rendering, tokenizing and compiling a shape take as long as a caller's text is.
     with _named(chat=call.head.kind == "chat"):
-        loop, plan = await asyncio.to_thread(_prepared, call, handle)
+        loop, plan = await aside(_prepared, call, handle)
         async with _adapter(handle.adapters, plan.adapter, loop):
             await _write_all(call, loop, mailbox, plan)
 

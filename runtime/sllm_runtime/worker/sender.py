@@ -20,6 +20,8 @@ from sllm_runtime.protocol.worker import CallFrames, FromWorker, Heartbeat, Log
 from sllm_runtime.worker.words import sendable
 
 _MAX_LOG_BYTES = limits.MIB
+_LINE_COST = 128
+"""What a line takes beside its text, here and on its way."""
 _TOGETHER_S = 0.001
 _AT_ONCE = 4
 _TURN_S = 0.002
@@ -114,10 +116,11 @@ class Sender:
         """Queue a log line. It never blocks: above 1 MiB of waiting lines they are dropped and counted."""
         text = sendable(text)
         with self._changed:
-            if self._log_bytes + len(text) > _MAX_LOG_BYTES:
+            cost = len(text) + _LINE_COST
+            if self._log_bytes + cost > _MAX_LOG_BYTES:
                 self._dropped += 1
                 return
-            self._log_bytes += len(text)
+            self._log_bytes += cost
             self._messages.append(FromWorker(Log(number=number, stream=stream, text=text, level=level)))
             self._changed.notify()
 

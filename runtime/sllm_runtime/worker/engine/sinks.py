@@ -42,6 +42,11 @@ class Mailbox:
         self._loop = loop
         self._posted: deque[tuple[AsyncSink, Piece]] = deque()
 
+    def here(self) -> Mailbox:
+        """That of the running loop: a function may run one of its own (``asyncio.run``)."""
+        running = asyncio.get_running_loop()
+        return self if running is self._loop else Mailbox(running)
+
     def post(self, sink: AsyncSink, piece: Piece) -> None:
         """Keep until ``flush``."""
         self._posted.append((sink, piece))
