@@ -1,9 +1,13 @@
 """A platform whose disk gets full, and has space again."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import httpx
 
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import wait
@@ -78,3 +82,32 @@ def test_a_full_disk_is_named_and_the_platform_goes_on_when_there_is_space(
                     break
             else:
                 raise AssertionError("the events have ended")
+
+
+def test_a_daemon_that_dies_while_the_disk_is_full_is_started_again(
+    tmp_path: Path,
+    small_disk: Path,  # noqa: F811
+) -> None:
+    file, home = tmp_path / "function.py", tmp_path / "home"
+    running = Cluster(small_disk, env={"SLLM_HOME": str(home)})
+    running.home = home
+    with running as cluster:
+        first = _deploy(cluster, file, "!")
+        assert first.returncode == 0, first.stderr
+        assert "so!" in _call(cluster)
+        assert cluster.process is not None
+        gateway = cluster.pid("gateway")
+        filled = fill(small_disk)
+        os.kill(gateway, signal.SIGKILL)
+        wait(lambda: "ended with signal 9" in (home / "up.err").read_text(), "its end was seen")
+        time.sleep(5)
+        assert cluster.process.poll() is None, (home / "up.err").read_text()
+        filled.unlink()
+        wait(lambda: _answers(cluster), "the gateway is there again")
+
+
+def _answers(cluster: Cluster) -> bool:
+    try:
+        return "so!" in _call(cluster)
+    except httpx.TransportError:
+        return False

@@ -281,3 +281,46 @@ def test_several_nodes_and_gateways(tmp_path: Path) -> None:
         for url in cluster.document["urls"]:
             assert httpx.get(f"{url}/readyz").status_code == 200
         wait_alive(cluster, {"n1", "n2"})
+
+
+def test_one_whose_port_was_taken_as_it_started_leaves_the_profile_of_who_took_it(tmp_path: Path) -> None:
+    """Two that begin at once both find the port free."""
+    env = {**os.environ, **QUICK, "SLLM_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    port = free_port()
+
+    def begin(name: str) -> subprocess.Popen[bytes]:
+        argv = [*UP, "up", "--json", "--port", str(port), "--data", str(tmp_path / name)]
+        with open(tmp_path / f"{name}.err", "wb") as errors:
+            return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
+
+    both = [begin("p1"), begin("p2")]
+    try:
+        wait(lambda: any(each.poll() for each in both), "one has given up")
+        (left,) = [each for each in both if each.poll() is None]
+        document = json.loads(Cluster.first_line(left))
+        stored = tomllib.loads((tmp_path / "profiles.toml").read_text())["profiles"]
+        assert stored == {document["profile"]: {"url": document["url"], "token": document["token"]}}
+    finally:
+        for each in both:
+            each.terminate()
+            each.wait(STOP_S)
+            assert each.stdout is not None
+            each.stdout.close()
+
+
+def test_nohup_keeps_it_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    """Who starts it with SIGHUP ignored means just that: ``nohup sllm up &``, and logs out."""
+    env = {**os.environ, **QUICK, "SLLM_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    argv = ["nohup", *UP, "up", "--port", "0", "--json"]
+    with subprocess.Popen(
+        argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as up:
+        try:
+            url = json.loads(Cluster.first_line(up))["url"]
+            up.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                up.wait(5)
+            assert httpx.get(f"{url}/readyz").status_code == 200
+        finally:
+            up.terminate()
+            up.wait(STOP_S)

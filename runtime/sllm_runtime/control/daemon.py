@@ -134,7 +134,11 @@ async def lead(
         store = await StateStore.open(bus, create=True, replicas=settings.replicas, bundle_bytes=limit)
         stack.push_async_callback(store.close)
         vault = vault_of(store) if vault_of is not None else DirectoryVault(settings.home / SECRETS)
-        term = await (stand_by(store, identity, standing_by) if standing_by else store.elect(identity))
+        # Nodes outlive a store that is lost, or replaced by an older copy, and obey no lower term than they have.
+        if standing_by:
+            term = await stand_by(store, identity, standing_by, least=_seconds)
+        else:
+            term = await store.elect(identity, least=_seconds())
         leadership = Leadership(store, bus, identity)
         stack.push_async_callback(leadership.release)
         ledger, nodes = Ledger(store, lambda: shortage(settings.nats_store)), Nodes(bus, store, term, vault)
@@ -173,6 +177,11 @@ async def lead(
             presence.start()
         log.info("leads with term %d: %d function(s)", term, len(loop.view.functions))
         yield Controller(loop, service, leadership, term)
+
+
+def _seconds() -> int:
+    """Since 1970: a term that is none of before, also where the store has none."""
+    return int(time.time())
 
 
 def _take_over(

@@ -60,6 +60,7 @@ async def stand_by(
     *,
     clock: Callable[[], float] = since_boot,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    least: Callable[[], int] = lambda: 1,
 ) -> int:
     """Wait until nobody leads, then be elected; the new term. Ends only so, or cancelled. Calls ``waiting`` each time
     that it has seen another one lead."""
@@ -69,7 +70,7 @@ async def stand_by(
             term = await store.get(TERM_KEY, Term, direct=False)
             lease = await store.get(LEASE_KEY, Lease, direct=False)
             if vacant(term, lease, silence.look(term, lease, clock()), controller):
-                return await store.elect(controller, over=term.term if term is not None else 0)
+                return await store.elect(controller, over=term.term if term is not None else 0, least=least())
             waiting()
         except StaleTerm as error:
             log.info("%s", error.message)

@@ -106,7 +106,7 @@ class Joined:
         children = node_specs(self._layout, settings.node, settings.node_drain, self._environment)
 
         def changed() -> None:
-            lock.write(self._running(supervisor))
+            lock.changed(self._running(supervisor))
 
         supervisor = Supervisor(children, changed=changed)
         self._tasks.start(reap(supervisor), "orphans")

@@ -44,12 +44,13 @@ class Stop:
             self.signal = number
             self.asked.set()
 
-        for number in _SIGNALS:
+        heard = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        for number in heard:  # under nohup the end of the terminal is not meant to be its own
             loop.add_signal_handler(number, asked, number)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in heard:
                 loop.remove_signal_handler(number)
 
 

@@ -97,10 +97,10 @@ def claim(
     return name
 
 
-def release(home: Path, name: str, url: str) -> None:
+def release(home: Path, name: str, url: str, token: str) -> None:
     """``remove_token`` in turn. Raises as ``claim``."""
     with _turn(home):
-        remove_token(home, name, url)
+        remove_token(home, name, url, token)
 
 
 @contextlib.contextmanager
@@ -136,12 +136,14 @@ def write_profile(home: Path, name: str, url: str, token: str, urls: tuple[str, 
     return path
 
 
-def remove_token(home: Path, name: str, url: str) -> None:
-    """Take profile ``name`` away if it is still the one of ``url``: its token opens nothing any more."""
+def remove_token(home: Path, name: str, url: str, token: str) -> None:
+    """Take profile ``name`` away if it is still that of ``url`` with ``token``, which opens nothing any more: another
+    platform may have the port by now."""
     path = home / PROFILES_FILE
     document = _read(path)
     profiles = document.get("profiles", {})
-    if profiles.get(name, {}).get("url") == url:
+    there = profiles.get(name, {})
+    if (there.get("url"), there.get("token")) == (url, token):
         del profiles[name]
         write_private(path, toml(document))
 

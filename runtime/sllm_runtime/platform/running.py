@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import signal
@@ -16,6 +17,8 @@ import msgspec
 from sllm_runtime.platform.nats_server import write_private
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.protocol.errors import Conflict, Unavailable
+
+log = logging.getLogger(__name__)
 
 _KILLED_S: Final = 15.0
 
@@ -65,6 +68,13 @@ class Lock:
     def write(self, running: Running) -> None:
         """Say who runs here."""
         write_private(self.data / "up.json", msgspec.json.encode(running).decode())
+
+    def changed(self, running: Running) -> None:
+        """``write``, while it runs: on a disk that is full, say, what was said before stays until the next change."""
+        try:
+            self.write(running)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self.data / "up.json", error)
 
 
 def read_running(data: Path) -> Running | None:

@@ -192,9 +192,10 @@ class StateStore:
         """The term of this process; 0 before ``elect``."""
         return self._term
 
-    async def elect(self, controller: str, *, over: int | None = None) -> int:
+    async def elect(self, controller: str, *, over: int | None = None, least: int = 1) -> int:
         """Become the only writer: a new term, which fences every earlier one. Returns it. With ``over`` only if that is
-        the term until now: raises ``StaleTerm`` where another one was faster. Raises ``Unavailable``."""
+        the term until now: raises ``StaleTerm`` where another one was faster. ``least``: no term is below it. Raises
+        ``Unavailable``."""
         async with self._lock:
             self._controller = controller
             deadline = time.monotonic() + _WRITE_S
@@ -208,7 +209,7 @@ class StateStore:
                 term = last.term if last is not None else 0
                 if over is not None and term != over:
                     raise StaleTerm(f"{controller} was not elected over term {over}: term {term} leads")
-                asked = Term(term=term + 1, controller=controller)
+                asked = Term(term=max(term + 1, least), controller=controller)
                 headers = {"Nats-Expected-Last-Subject-Sequence": str(sequence)}
                 try:
                     self._fence = await self._publish(TERM_KEY, codec.to_json(asked), headers)

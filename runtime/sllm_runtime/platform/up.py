@@ -51,7 +51,7 @@ class Platform:
         self._report = report
         self._supervisor: Supervisor | None = None
         self._nats_url = options.nats_url or ""
-        self._profile = options.profile
+        self._profile, self._claimed = options.profile, False
         self._tasks = Tasks("up")
         self._lifetime = Stop()
         self.began = time.monotonic()
@@ -94,7 +94,7 @@ class Platform:
         chronicle = Chronicle(lambda: self._connect(UP, jetstream=False))
         supervisor = Supervisor(
             specs(self.options, self.layout, server, self._environment),
-            changed=lambda: lock.write(self._running()),
+            changed=lambda: lock.changed(self._running()),
             restarted=chronicle.restarted,
         )
         self._tasks.start(reap(supervisor, self._pool_pids), "orphans")
@@ -123,7 +123,7 @@ class Platform:
         """Another platform keeps its own, as ``free_name`` says."""
         options = self.options
         wanted = (options.home, options.profile, options.url, self.token, options.data, answers_alive, options.urls)
-        self._profile = await asyncio.to_thread(claim, *wanted)
+        self._profile, self._claimed = await asyncio.to_thread(claim, *wanted), True
 
     async def _try_cluster(self) -> None:
         """One clear error now rather than one from each daemon."""
@@ -161,8 +161,9 @@ class Platform:
         await self._tasks.close()
         end_orphans(set())
         shutil.rmtree(self.layout.far_sockets, ignore_errors=True)
-        with contextlib.suppress(SllmError, OSError):
-            await asyncio.to_thread(release, self.options.home, self._profile, self.options.url)
+        if self._claimed:
+            with contextlib.suppress(SllmError, OSError):
+                await asyncio.to_thread(release, self.options.home, self._profile, self.options.url, self.token)
 
 
 def require_disk(options: Options) -> str:

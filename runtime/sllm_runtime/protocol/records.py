@@ -155,6 +155,10 @@ class PoolRecord(Record, frozen=True, kw_only=True):
     cpu: float = 0.0
     memory: int = 0
     """The least that one of them had; 0: none has come yet."""
+    gpus: tuple[tuple[str, int], ...] | None = None
+    """Kinds and memory of the last one that came; None: none has."""
+    said: str = ""
+    """What the settings said of each when that was seen: it counts for no other type of node."""
 
 
 class Popularity(Record, frozen=True, kw_only=True):

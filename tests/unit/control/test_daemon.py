@@ -38,7 +38,7 @@ async def test_a_new_controller_keeps_ready_functions_and_deposes_the_old(nats: 
         (name,) = old.loop.view.instances
         async with controller_of(nats, "ctl2") as new:
             await until(lambda: new.loop.view.instances[name].seen, what="the instance is heard of")
-            assert new.term == old.term + 1
+            assert new.term > old.term
             assert new.loop.view.instances[name].ready
             assert len({command.instance for command in node.starts}) == 1
             node.put(name, InstanceState.LOST)

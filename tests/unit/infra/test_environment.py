@@ -1,16 +1,20 @@
 """What the rendered environment files name, the daemons read."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sllm_gateway.settings import GatewaySettings
+from sllm_invoker import machine
 from sllm_invoker.settings import InvokerSettings
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_runtime.control.daemon import ControllerSettings
+from sllm_runtime.control.fits import Need, choose_gpus
 from sllm_runtime.control.providing.aws import AutoScalingGroup
+from sllm_runtime.control.providing.packing import empty
 from sllm_runtime.control.providing.provider import Shape
 from sllm_runtime.platform.settings import PREFIX, Settings
 from tests.fixtures.terraform import TERRAFORM, render
@@ -122,3 +126,19 @@ async def test_the_controllers_role_may_do_what_its_provider_asks_and_no_more() 
     policy = text[text.index("scaler_policy = {") : text.index('resource "aws_iam_role" "node"')]
     granted = set(re.findall(r'"(autoscaling:\w+)"', policy))
     assert granted == api.actions
+
+
+@pytest.mark.parametrize(("gpu", "model"), [("L4:24GiB", "NVIDIA L4"), ("H100:80GiB", "NVIDIA H100 80GB HBM3")])
+def test_a_start_that_a_node_is_made_for_fits_the_node_that_comes(
+    gpu: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nodes of one type say of their GPUs is what the controller is told of them, whatever the driver lists."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "information").write_text(f"Model: \t\t {model}\nIRQ: 40\n")
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path)
+    is_told = "SLLM_GPUS" in (TERRAFORM / "modules/gpu_pool/user_data.tf").read_text()
+    there = machine.parse_gpus(gpu) if is_told else machine.nvidia_gpus()
+    shape = ControllerSettings.load({"SLLM_NODES_GPUS": gpu}).shape
+    need = Need(cpu=1.0, memory=1, gpus=((gpu.partition(":")[0], 1),), gpu_memory=20 * 2**30)
+    assert choose_gpus(need, empty(shape)) is not None
+    assert choose_gpus(need, empty(replace(shape, gpus=there))) is not None

@@ -78,9 +78,10 @@ def test_a_profile_is_written_among_others_and_taken_away(tmp_path: Path) -> Non
         "other": {"url": "https://x", "token": "t", "custom": 3},
         "default": {"url": "http://a", "token": "secret"},
     }
-    remove_token(tmp_path, "default", "http://another")
+    remove_token(tmp_path, "default", "http://another", "secret")
+    remove_token(tmp_path, "default", "http://a", "of who has its port now")
     assert "default" in tomllib.loads(path.read_text())["profiles"]
-    remove_token(tmp_path, "default", "http://a")
+    remove_token(tmp_path, "default", "http://a", "secret")
     assert list(tomllib.loads(path.read_text())["profiles"]) == ["other"]
 
 
@@ -114,7 +115,7 @@ def test_a_profile_of_another_machine_stays(tmp_path: Path, asked: str, url: str
     write_profile(tmp_path, asked, url, "theirs")
     name = claim(tmp_path, asked, OWN, "new", tmp_path / "run", lambda _: False)
     assert name == "run"
-    release(tmp_path, name, OWN)
+    release(tmp_path, name, OWN, "new")
     assert tomllib.loads((tmp_path / "profiles.toml").read_text()) == {
         "profiles": {asked: {"url": url, "token": "theirs"}}
     }
@@ -164,7 +165,7 @@ def test_platforms_that_start_at_once_get_a_profile_each(tmp_path: Path) -> None
         assert sorted(names) == sorted(["default", "run", *(f"run-{number}" for number in range(2, 8))])
         stored = tomllib.loads((tmp_path / "profiles.toml").read_text())["profiles"]
         assert {name: stored[name]["url"] for name in names} == dict(zip(names, urls, strict=True))
-        list(threads.map(release, [tmp_path] * 8, names, urls))
+        list(threads.map(release, [tmp_path] * 8, names, urls, ["secret"] * 8))
     assert tomllib.loads((tmp_path / "profiles.toml").read_text()) == {"profiles": {}}
 
 

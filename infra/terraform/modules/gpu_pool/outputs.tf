@@ -14,6 +14,7 @@ output "controller_settings" {
     SLLM_NODES_GPUS    = local.shape.gpus
     SLLM_NODES_LABELS  = local.labels
     SLLM_NODES_LOST    = tostring(var.boot_timeout_s)
+    SLLM_NODES_SANDBOX = lookup(var.settings, "SLLM_SANDBOX", "process")
   }
 }
 

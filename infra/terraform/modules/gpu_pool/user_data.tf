@@ -12,7 +12,11 @@ locals {
     nats_ca      = "/run/sllm/nats-ca.pem"
     nats_creds   = "/run/sllm/nats.creds"
     node_drain_s = var.node_drain_s
-    settings     = merge(var.settings, { AWS_DEFAULT_REGION = var.region })
+    # Of one type all have what the controller is told: the driver's names are longer, and it does not tell the memory.
+    settings = merge(
+      length(var.instance_types) == 1 ? { SLLM_GPUS = local.shape.gpus } : {},
+      var.settings, { AWS_DEFAULT_REGION = var.region },
+    )
   })
 
   boot_env = templatefile("${path.module}/templates/boot.env.tftpl", {

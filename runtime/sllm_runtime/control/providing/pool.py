@@ -11,6 +11,7 @@ import msgspec
 
 from sllm_runtime.control.providing.provider import Offer, Shape
 from sllm_runtime.protocol.events import Kind
+from sllm_runtime.protocol.node import Gpu
 from sllm_runtime.protocol.records import PoolRecord
 
 _NOTHING: Final[Mapping[Any, Any]] = {}
@@ -66,6 +67,8 @@ class Pool:
 
     timing: Timing = field(default_factory=Timing)
     record: PoolRecord = field(default_factory=PoolRecord)
+    before: frozenset[str] = frozenset()
+    """Nodes of a controller before, which has learnt of them what there is to learn."""
     offer: Offer | None = None
     """None: the provider has not answered yet."""
     arrived: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
@@ -90,7 +93,7 @@ class Pool:
 
     @property
     def shape(self) -> Shape | None:
-        """What a node has, no more than nodes of it were seen to have."""
+        """What a node has, as nodes of it were seen to have it."""
         if self.offer is None:
             return None
         shape, seen = self.offer.shape, self.record
@@ -98,6 +101,9 @@ class Pool:
             shape,
             cpu=min(shape.cpu, seen.cpu) if seen.cpu else shape.cpu,
             memory=min(shape.memory, seen.memory) if seen.memory else shape.memory,
+            gpus=shape.gpus
+            if seen.gpus is None
+            else tuple(Gpu(index=index, kind=kind, memory=memory) for index, (kind, memory) in enumerate(seen.gpus)),
         )
 
     @property

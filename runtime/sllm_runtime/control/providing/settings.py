@@ -25,6 +25,9 @@ class ProviderSettings(Settings):
     nodes_memory: Bytes = Field(default=2**30, gt=0)
     nodes_gpus: str = ""
     nodes_labels: str = ""
+    nodes_sandbox: str = ""
+    """``SLLM_SANDBOX`` of the nodes, where that is not this process's own, as it is of ``processes``."""
+    sandbox: str = "process"
     nodes_idle: float = Field(default=600.0, gt=0)
     """Seconds; see ``Timing``."""
     nodes_cooldown: float = Field(default=60.0, ge=0)
@@ -49,7 +52,9 @@ class ProviderSettings(Settings):
     @property
     def shape(self) -> Shape:
         """Raises ``InvalidRequest``."""
-        return Shape(self.nodes_cpu, self.nodes_memory, _gpus(self.nodes_gpus), _labels(self.nodes_labels))
+        sandbox = self.nodes_sandbox or self.sandbox
+        drivers = {"process": ("process",), "auto": ("process", "container")}.get(sandbox, ("container",))
+        return Shape(self.nodes_cpu, self.nodes_memory, _gpus(self.nodes_gpus), _labels(self.nodes_labels), drivers)
 
     def provider(self) -> NodeProvider | None:
         """The one that is chosen. Raises ``InvalidRequest`` for settings that it cannot work with."""

@@ -111,6 +111,9 @@ def _lacking(view: View, key: Key) -> int:
 def _observed(view: View, pool: Pool, offer: Offer, now: float) -> Pool:
     alive = frozenset(name for name in offer.members if view.alive(name, now))
     coming = _coming(pool, offer, now)
+    said = ", ".join(map(str, (offer.shape.cpu, offer.shape.memory, *offer.shape.gpus)))
+    if pool.record.said != said:  # its nodes are of another type from now on
+        pool = pool.with_record(cpu=0.0, memory=0, gpus=None, said=said)
     pool = replace(pool, offer=offer, coming=coming, arrived=_only(pool.arrived, offer.members))
     for name in sorted(alive - pool.arrived.keys()):
         pool = _seen(view, replace(pool.came(now), arrived={**pool.arrived, name: now}), name)
@@ -146,12 +149,13 @@ def _only(times: Mapping[str, float], members: frozenset[str]) -> dict[str, floa
 def _seen(view: View, pool: Pool, name: str) -> Pool:
     """With what a node has that has just arrived, where that is less than is said of its kind."""
     status = view.nodes[name].status
-    if status is None:
+    if status is None or name in pool.before:
         return pool
     record = pool.record
     cpu = min(record.cpu, status.cpu) if record.cpu else status.cpu
     memory = min(record.memory, status.memory) if record.memory else status.memory
-    return pool.with_record(cpu=cpu, memory=memory)
+    gpus = tuple((gpu.kind, gpu.memory) for gpu in status.gpus)
+    return pool.with_record(cpu=cpu, memory=memory, gpus=gpus)
 
 
 def _idle(view: View, pool: Pool, name: str) -> bool:

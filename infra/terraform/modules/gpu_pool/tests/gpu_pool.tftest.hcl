@@ -279,6 +279,34 @@ run "the_controller_is_told_of_the_pool" {
   }
 }
 
+run "nodes_of_one_type_say_what_the_controller_is_told" {
+  command = plan
+  variables {
+    instance_types = ["g6.xlarge"]
+    settings       = { SLLM_SANDBOX = "docker" }
+  }
+
+  assert {
+    condition     = strcontains(local.node_env, "\nSLLM_GPUS=L4:24GiB\n")
+    error_message = "a driver tells longer names, and not the memory"
+  }
+
+  assert {
+    condition     = output.controller_settings.SLLM_NODES_SANDBOX == "docker"
+    error_message = "functions with an image have nodes made"
+  }
+}
+
+run "nodes_of_several_types_say_what_their_driver_tells" {
+  command = plan
+  variables { instance_types = ["g6.xlarge", "g5.xlarge"] }
+
+  assert {
+    condition     = !strcontains(local.node_env, "SLLM_GPUS=")
+    error_message = "they have not all the same"
+  }
+}
+
 run "a_type_of_unknown_shape" {
   command = plan
   variables { instance_types = ["g6.48xlarge"] }
