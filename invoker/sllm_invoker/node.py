@@ -23,6 +23,7 @@ from sllm_invoker.instances import Instances
 from sllm_invoker.loader import Loader
 from sllm_invoker.logs import LogSink
 from sllm_invoker.models import Models
+from sllm_invoker.namesake import LISTENS_S, Namesake
 from sllm_invoker.pools import WarmPools
 from sllm_invoker.preparation import Images, Suppliers
 from sllm_invoker.proofs import Proofs
@@ -87,7 +88,7 @@ class Node:
         self._driver = driver
         self._drivers = ("process",) if images is None else ("container",)
         self._node = settings.node
-        self._boot = uuid.uuid4().hex
+        self._boot, self._since = uuid.uuid4().hex, time.time()
         self._term = 0
         self._tasks = Tasks(f"node {settings.node}", self._failed)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -116,6 +117,7 @@ class Node:
             clock,
             self._tasks,
         )
+        self._namesake = Namesake(settings.node, self._boot, self._since, clock, self._failed)
         self._presence = Presence(
             bus,
             lambda gateway: subjects.frames(gateway, self._node),
@@ -161,6 +163,7 @@ class Node:
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._loader.close)
             stack.push_async_callback(self._driver.close)
+            self._tasks.start(self._listen(), "namesake")
             await self._driver.start()
             for name, work in (
                 ("loader", self._loader.run()),
@@ -174,6 +177,9 @@ class Node:
                 self._tasks.start(work, name)
             stack.push_async_callback(self._end)
             await self._loader.there(self._settings.loader_wait)
+            if self._failure.done():
+                self._failure.result()
+            self._namesake.takes_part = True
             await self._serve(stack)
             stack.push_async_callback(self._presence.close)
             self._presence.start()
@@ -211,6 +217,14 @@ class Node:
         """A part that must run for ever has failed: let it crash, the supervisor starts this node anew."""
         if not self._failure.done():
             self._failure.set_exception(error)
+
+    async def _listen(self) -> None:
+        """Two of one name are found as one of them begins, mostly before it takes part."""
+        reports = await self._bus.subscribe(subjects.status(self._node), NodeStatus, self._namesake.heard)
+        try:
+            await asyncio.sleep(LISTENS_S)
+        finally:
+            await reports.unsubscribe()
 
     async def _begin(self) -> None:
         """Once the first sandboxes wait: how fast the disk is cannot be found out while they are made."""
@@ -320,6 +334,7 @@ class Node:
         return NodeStatus(
             node=self._node,
             boot=self._boot,
+            since=self._since,
             sequence=sequence,
             term=self._term,
             cpu=ledger.cpu,

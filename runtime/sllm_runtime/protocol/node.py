@@ -126,6 +126,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     boot: str
     """Random id of this life of the invoker; another one means that all its instances are gone."""
+    since: float = 0.0
+    """When that began, in seconds since 1970; 0: a node of before does not say."""
     sequence: int
     term: int
     """Highest controller term this node has obeyed."""

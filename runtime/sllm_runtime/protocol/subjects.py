@@ -393,8 +393,9 @@ def gateway_rights(identity: str) -> Rights:
 
 
 def node_rights(identity: str) -> Rights:
-    """A node: obeys, reports, answers calls, asks gateways for bundles. Nothing of JetStream's, which answers to
-    whatever subject a question names, and so would speak for a node where it may not (decision 0059)."""
+    """A node: obeys, reports, hears whether another one reports under its name, answers calls, asks gateways for
+    bundles. Nothing of JetStream's, which answers to whatever subject a question names, and so would speak for a node
+    where it may not (decision 0059)."""
     return Rights(
         publish=(
             f"sllm.frames.*.{token(identity)}",
@@ -407,6 +408,7 @@ def node_rights(identity: str) -> Rights:
             f"sllm.node.{token(identity)}.*",
             f"sllm.open.{token(identity)}.*",
             f"sllm.call.{token(identity)}.*",
+            status(identity),
             LEADER,
             f"{inbox(NODE, identity)}.>",
         ),

@@ -14,7 +14,7 @@ from sllm_invoker.old_logs import LOGS_BYTES
 from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
 from sllm_runtime.platform.presence import LEFT_S
 from sllm_runtime.protocol import codec, limits, subjects
-from sllm_runtime.protocol.errors import Draining, NoCapacity, StaleTerm
+from sllm_runtime.protocol.errors import Conflict, Draining, NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.frames import Cancel, Open
 from sllm_runtime.protocol.node import KeepModels, ModelCommand, Ok, PrepareModel, PullModel, StopInstance
@@ -487,3 +487,19 @@ async def test_what_has_ended_is_told_first_in_that_order(node: NodeUnderTest) -
         await node.stop(each)
         await node.reaches(each, InstanceState.STOPPED)
     assert [each.instance for each in node.status.instances] == [second, first, third]
+
+
+async def test_of_two_nodes_of_one_name_the_later_one_ends(
+    node: NodeUnderTest,
+    nats: Nats,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Both would run each call that either is sent."""
+    instance = await node.start()
+    first = node.statuses[-1].boot
+    with pytest.raises(Conflict, match=f"another node is there under the name {NODE}.*--node NAME"):
+        async with node_under_test(nats, tmp_path / "second"):
+            await asyncio.sleep(GIVE_UP_S)
+    await until(lambda: node.statuses[-1].boot == first, what="the first one goes on")
+    _, call = await node.gateway.open(instance)
+    assert (await node.gateway.ended(call)).error is None
