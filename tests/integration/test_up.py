@@ -93,6 +93,11 @@ def test_a_second_platform_is_detached_leaves_the_profile_of_the_first_and_goes_
         assert httpx.get(f"{document['url']}/readyz").status_code == 200
         family = descendants(running.pid) | {running.pid}
         assert os.getsid(running.pid) == running.pid
+        log = Layout(tmp_path / "p2").log("up")
+        said = log.read_text()
+        assert said
+        assert "already runs" in run("up", "--detach", *data, "--port", "0", env=platform.env, expect=2).stderr
+        assert log.read_text().startswith(said), "what runs goes on to write its log"
     finally:
         down = run("down", *data, "--json", env=platform.env)
     assert json.loads(down.stdout)["stopped"] == document["url"]

@@ -289,8 +289,10 @@ def _detached(options: Options, port: int, as_json: bool) -> int:
     began = time.monotonic()
     read, write = os.pipe()
     # The shown token must be the one it uses, and its stdout is a log: hence a private answer through up.json.
-    with open(log, "wb") as output, os.fdopen(read, "rb") as answer, _progress(quiet=as_json) as report:
+    with open(log, "ab") as output, os.fdopen(read, "rb") as answer, _progress(quiet=as_json) as report:
         report("starting the platform")
+        if read_running(options.data) is None:  # else it is another one's log, which goes on writing it
+            output.truncate(0)
         try:
             child = subprocess.Popen(
                 argv,
