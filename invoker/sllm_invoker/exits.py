@@ -28,17 +28,18 @@ class Lack(Enum):
     YES = 2
 
 
-def lack_of_memory(end: Exit, tail: Sequence[str], killed: bool, limit: int) -> Lack:
+def lack_of_memory(end: Exit, tail: Sequence[str], killed: bool, limit: int, weights: int = 0) -> Lack:
     """Judge ``end``. A container knows of itself what the kernel has done to it. Of a process it is known that somebody
     sent it SIGKILL, whether the kernel has just ``killed`` some process here for memory, and how much this one had of
-    its ``limit`` (bytes): that it was this one is said only if it had nearly all. Else the last lines (``tail``) say.
+    its ``limit`` (bytes): that it was this one is said only if it had nearly all of what is not ``weights``, which it
+    shares, and whose pages are counted as its own. Else the last lines (``tail``) say.
     """
     if end.signal == signal.SIGKILL:
         if end.out_of_memory is not None:
             return Lack.YES if end.out_of_memory else Lack.NO
         if end.asked or not killed:
             return Lack.NO
-        return Lack.YES if 0 < _NEAR * limit <= end.peak else Lack.PERHAPS
+        return Lack.YES if 0 < _NEAR * (limit - weights) <= end.peak - weights else Lack.PERHAPS
     said = bool(end.code or end.signal) and any(_NO_MEMORY.search(line) for line in tail)
     return Lack.YES if said else Lack.NO
 
@@ -54,9 +55,11 @@ def _perhaps(lack: Lack) -> str:
     return "; the kernel has just killed a process of this node or machine for lack of memory, perhaps this one"
 
 
-def start_error(instance: str, stage: str, end: Exit, tail: Sequence[str], killed: bool, limit: int) -> SllmError:
+def start_error(
+    instance: str, stage: str, end: Exit, tail: Sequence[str], killed: bool, limit: int, weights: int = 0
+) -> SllmError:
     """The error of an instance whose worker died before it was ready."""
-    lack = lack_of_memory(end, tail, killed, limit)
+    lack = lack_of_memory(end, tail, killed, limit, weights)
     if lack is Lack.YES:
         return OutOfMemory(
             f"instance {instance} ran out of memory in stage {stage} (limit {show_bytes(limit)}, ended by {end})"
@@ -86,8 +89,8 @@ def exhausted(instance: str, how: str, limit: int) -> SllmError:
     )
 
 
-def lost_error(instance: str, end: Exit, tail: Sequence[str], killed: bool, limit: int) -> SllmError:
+def lost_error(instance: str, end: Exit, tail: Sequence[str], killed: bool, limit: int, weights: int = 0) -> SllmError:
     """The error of a ready instance whose worker died."""
-    lack = lack_of_memory(end, tail, killed, limit)
+    lack = lack_of_memory(end, tail, killed, limit, weights)
     why = f"ran out of memory (limit {show_bytes(limit)})" if lack is Lack.YES else "died"
     return InstanceLost(f"instance {instance} {why} while it worked on this call: {end}{_perhaps(lack)}. Call again")

@@ -53,12 +53,13 @@ def died_at_start(order: StartInstance, stage: str, end: Exit, tail: Sequence[st
     if end.orphaned and not for_memory:
         gone = f"the node's fork server ended while instance {order.instance} started, and its worker with it"
         return failed(InstanceLost(gone), stage)
-    return failed(exits.start_error(order.instance, stage, end, tail, for_memory, _limit(order)), stage)
+    error = exits.start_error(order.instance, stage, end, tail, for_memory, _limit(order), order.weights)
+    return failed(error, stage)
 
 
 def died(order: StartInstance, end: Exit, tail: Sequence[str], for_memory: bool) -> Verdict:
     """Its worker ended though nobody had asked it to."""
-    return lost(exits.lost_error(order.instance, end, tail, for_memory, _limit(order)))
+    return lost(exits.lost_error(order.instance, end, tail, for_memory, _limit(order), order.weights))
 
 
 def _limit(order: StartInstance) -> int:

@@ -103,7 +103,11 @@ class ContainerDriver:
             if place == self._owner.place or vanished(Path(place)):
                 log.info("container %s was left by an earlier life of the node at %s and is removed", name, place)
                 await self._engine.abandon(name)
-                await self._engine.remove(name)
+                try:
+                    await self._engine.remove(name)
+                except EngineFailed as error:  # whether the engine works its health finds out
+                    log.error("container %s is not removed: %s", name, error.message)
+                    self._remove_later(name)
         Workdirs(self._root).reset()
         self._making = self._make_image()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -13,7 +14,10 @@ from typing import BinaryIO, Final
 
 from sllm_invoker.containers import arguments
 from sllm_invoker.containers.arguments import ContainerSpec, Kind
+from sllm_runtime.platform.process import KILLED_S
 from sllm_runtime.protocol.errors import Unavailable
+
+log = logging.getLogger(__name__)
 
 COMMAND_S: Final = 60.0
 """An engine that has not answered by then hangs. A loaded machine takes seconds to start a container."""
@@ -171,4 +175,8 @@ async def _end(process: asyncio.subprocess.Process, patient_s: float) -> None:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    try:
+        async with asyncio.timeout(KILLED_S):
+            await process.wait()
+    except TimeoutError:
+        log.error("a command of the engine (pid %d) has not ended %g s after SIGKILL: given up", process.pid, KILLED_S)

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,6 +42,9 @@ class Images(Protocol):
 
     async def has_image(self, reference: str) -> bool:
         """Whether it is there."""
+
+    async def identity(self, reference: str) -> str:
+        """What names it for ever, whatever its name is given to later."""
 
     async def import_image(self, reference: str, archive: Path, changes: Sequence[str]) -> None:
         """Make an image of one layer, which the tar file ``archive`` holds."""
@@ -153,6 +157,17 @@ async def write(argv: Sequence[str], env: Mapping[str, str], path: Path, within_
 
 
 async def _run(argv: Sequence[str], env: Mapping[str, str], stdout: int, within_s: float) -> bytes:
+    try:
+        own = await asyncio.to_thread(tempfile.mkdtemp, prefix="sllm-images-", dir=env.get("TMPDIR"))
+    except OSError as error:
+        raise Unavailable(f"{' '.join(argv[-2:])} has no place for its temporary files: {error}") from error
+    try:
+        return await _told(argv, {**env, "TMPDIR": own}, stdout, within_s)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)  # who is killed cannot do so itself
+
+
+async def _told(argv: Sequence[str], env: Mapping[str, str], stdout: int, within_s: float) -> bytes:
     try:
         process = await asyncio.create_subprocess_exec(
             *argv, env=dict(env), stdin=asyncio.subprocess.DEVNULL, stdout=stdout, stderr=asyncio.subprocess.PIPE,

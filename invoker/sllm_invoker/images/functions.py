@@ -55,7 +55,7 @@ class FunctionImages:
         if image.startswith("-") or not await self._images.has_image(image):
             text = f"image {image!a:.200} is not on this node: pull or load it with the node's container engine"
             raise ImageFailed(text, field="image")
-        return image
+        return await self._images.identity(image)  # its name may be another's by the next start: containers wait by it
 
     async def _build(self, reference: str, below: str, wanted: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="image-", dir=self._scratch) as scratch:

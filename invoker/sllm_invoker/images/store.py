@@ -39,6 +39,9 @@ class Store:
         said = await self._engine.command("images", "--format", "{{.RepoDigests}}", name)
         return any(each.strip("[]").endswith(f"@{digest}") for each in said.split())
 
+    async def identity(self, reference: str) -> str:
+        return (await self._engine.command("image", "inspect", "--format", "{{.Id}}", reference)).strip()
+
     async def prune(self) -> None:
         """Remove images of ours that are older than KEPT and that no container runs from."""
         filters = ("--filter", f"label={places.LABEL}", "--filter", f"until={KEPT}")

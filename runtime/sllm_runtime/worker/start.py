@@ -90,6 +90,7 @@ def confine(assign: Assign) -> Path:
     import torch
 
     os.environ.update({**assign.manifest.env, **assign.env})
+    tempfile.tempdir = None  # by the new TMPDIR: what the fork server imports has asked where its own files lie
     home = Path(assign.workdir or tempfile.mkdtemp(prefix="sllm-worker-"))
     code = home / "code"
     code.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,9 @@ import msgspec
 import pytest
 
 from sllm_invoker.bundles import BundleCache
+from sllm_invoker.images.base import Base
+from sllm_invoker.images.functions import FunctionImages
+from sllm_invoker.images.store import Store
 from sllm_invoker.pools import WarmPools
 from sllm_invoker.preparation import Suppliers, assignment, prepare
 from sllm_invoker.process_driver import ProcessDriver
@@ -177,3 +180,31 @@ async def test_after_its_end_there_are_none() -> None:
         for wish in (FLASK, PLAIN):
             with pytest.raises(Unavailable, match="shutting down"):
                 await pools.acquire(wish)
+
+
+class Tagged:
+    """The command line of an engine that has one image, by a name that another one may be given."""
+
+    kind = "podman"
+    has = "sha256:" + "a" * 64
+
+    async def command(self, *words: str, data: bytes | None = None, within_s: float = 60.0) -> str:
+        return f"{self.has}\n"
+
+
+async def test_an_image_that_is_built_anew_is_what_the_next_start_runs_from(tmp_path: Path) -> None:
+    """`podman build -t mine:1` again, and a deployment: a container that waits has what was there before."""
+    engine = Tagged()
+    store = Store(engine)
+    images = FunctionImages(store, Base(store, tmp_path, {}), tmp_path, {})
+    async with pools_of(1, kinds=2) as (pools, _):
+        first = await pools.acquire(Wish(image=await images.ensure("mine:1", ())))
+        await until(lambda: set(pools.others.values()) == {1}, what="another one waits")
+        before = Wish(image=await images.ensure("mine:1", ()))
+        assert pools.others == {before: 1}, "what is as it was is taken from those that wait"
+        engine.has = "sha256:" + "b" * 64
+        wish = Wish(image=await images.ensure("mine:1", ()))
+        second = await pools.acquire(wish)
+        assert wish != before, "it was made of the image that is no longer called so"
+        for sandbox in (first, second):
+            await sandbox.close()

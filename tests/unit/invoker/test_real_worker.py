@@ -1,5 +1,6 @@
 """The node with the real fork server, the real worker and the real loaderd: what the scripts stand for elsewhere."""
 
+import asyncio
 import contextlib
 import io
 import json
@@ -53,6 +54,10 @@ def spell(text: str):
 def leave():
     subprocess.Popen(["setsid", "sleep", "1000"])
     return os.getpid()
+
+def litter():
+    import tempfile
+    tempfile.mkdtemp(prefix="litter-")
 
 def hoard():
     raise RuntimeError(len(bytearray(2**31)))
@@ -158,6 +163,25 @@ async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_
     spans = node.instance(wanted.instance)
     assert spans is not None
     assert [span.name for span in spans.spans] == ["sandbox", "import", "setup"]
+
+
+async def test_temporary_files_go_with_their_instance(node: NodeUnderTest) -> None:
+    """Of workers that are forked when the fork server has imported all, as nearly every one is."""
+    packed, complete = bundle(), asyncio.Event()
+    digest = await store_bundle(node.controller, packed)
+    renew = node.driver._on_complete
+
+    def completed() -> None:
+        renew()
+        complete.set()
+
+    node.driver.on_complete(completed)
+    async with asyncio.timeout(2 * GIVE_UP_S):
+        await complete.wait()
+    for _ in range(4):  # those that waited before are among the first
+        assert await answer(node, order(digest, len(packed), "litter", "function")) == [None]
+    assert list((node.data / "tmp").rglob("litter-*")) == []
+    assert list((node.data / "work").iterdir()) == []
 
 
 async def test_warm_workers_have_the_pages_that_starts_touched(node: NodeUnderTest, tmp_path: Path) -> None:

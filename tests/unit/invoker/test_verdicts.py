@@ -1,10 +1,16 @@
 """What those who wait for an instance are told when it does not get on."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from sllm_invoker import verdicts
 from sllm_invoker.sandbox import Exit
 from sllm_invoker.verdicts import Verdict
+from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.invoker import order
 
@@ -47,3 +53,35 @@ def test_a_start_whose_fork_server_ended_says_nothing_of_its_function(end: Exit,
     verdict = verdicts.died_at_start(ORDER, "import", end, [], for_memory)
     assert verdict.error is not None
     assert (verdict.state, verdict.error.code, verdict.error.stage) == (InstanceState.FAILED, code, "import")
+
+
+def peak_of_one_that_reads(nbytes: int) -> int:
+    """Bytes that the kernel says a process had at its most which has read so many of somebody else's memory file."""
+    fd = os.memfd_create("weights")
+    os.ftruncate(fd, nbytes)
+    code = f"import mmap; m = mmap.mmap({fd}, {nbytes}, prot=mmap.PROT_READ); sum(m[::4096])"
+    child = subprocess.Popen([sys.executable, "-S", "-c", code], pass_fds=(fd,))
+    os.close(fd)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = status
+    return used.ru_maxrss * 1024
+
+
+def test_weights_that_it_shares_are_no_memory_that_it_has_used_up() -> None:
+    """Whom the kernel takes when a neighbour has used up the machine's memory is the one with most pages."""
+    weights, memory = 10 * 2**30, 2**30
+    model = ModelRecord(digest="sha256:0", uri="/m", nbytes=weights, partitions=(weights,))
+    asked = order(memory=memory, model=model)
+    assert peak_of_one_that_reads(2**26) > 2**26, "the kernel counts the pages of a memory file"
+    innocent = Exit(0, signal.SIGKILL, peak=weights + memory // 4)
+    guilty = Exit(0, signal.SIGKILL, peak=weights + memory)
+    lost, start = verdicts.died(asked, innocent, [], True), verdicts.died_at_start(asked, "setup", innocent, [], True)
+    for verdict in (lost, start):
+        assert verdict.error is not None
+        assert "ran out of memory" not in verdict.error.message
+        assert "perhaps this one" in verdict.error.message
+    assert start.error is not None
+    assert start.error.code == "start_failed"
+    whose = verdicts.died_at_start(asked, "setup", guilty, [], True).error
+    assert whose is not None
+    assert whose.code == "out_of_memory"

@@ -67,6 +67,10 @@ def fn():
 def later():
     from sllm_runtime.worker.imports import LATER
     return [name for name in LATER if name not in sys.modules]
+def temporary():
+    import tempfile
+    with tempfile.NamedTemporaryFile() as file:
+        return [tempfile.gettempdir(), file.name]
 def random():
     import random, numpy, torch
     return [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
@@ -102,6 +106,22 @@ def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) 
         worker.close()
         zygote.exited(zygote.count)
     assert os.listdir(f"/proc/{zygote.process.pid}/task") == [str(zygote.process.pid)]
+
+
+def test_temporary_files_lie_in_the_instances_own_directory(zygote: Zygote, tmp_path: Path) -> None:
+    """Which goes with it. Something of all that the fork server imports has asked where they lie: by its TMPDIR."""
+    zygote.wait_ready()
+    zygote.wait_complete()
+    worker = zygote.spawn()
+    try:
+        env = {"TMPDIR": str(tmp_path)}
+        worker.start(manifest("user:temporary"), bundle_of({"user.py": LOOK}), workdir=tmp_path, env=env)
+        folder, file = worker.run().outputs[0]
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
+    assert folder == str(tmp_path)
+    assert Path(file).parent == tmp_path
 
 
 def test_a_node_may_do_without_transformers() -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from sllm_invoker.containers import engine as engines
-from sllm_invoker.containers.engine import Engine, EngineFailed
+from sllm_invoker.containers.engine import Engine, EngineFailed, EngineHangs
 from tests.fixtures.waiting import GIVE_UP_S, dead, until
 
 Make = Callable[[str], Engine]
@@ -52,6 +52,28 @@ async def test_one_that_hangs_is_given_up_with_all_that_it_started(
     with pytest.raises(EngineFailed, match="`podman ps` has not ended within 1000 s"):
         await asking
     await dead([psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))])
+
+
+async def test_one_that_not_even_sigkill_ends_is_given_up_as_well(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs in the kernel (a dead disk) looks from outside: SIGKILL is sent, and it does not end."""
+    pid, told = tmp_path / "pid", list[EngineFailed]()
+    stuck = engine(f"echo $$ > {pid}; exec sleep 1000")
+    stuck.listeners.append(told.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(engines, "KILLED_S", 0.1, raising=False)
+        patched.setattr(os, "killpg", lambda pid, number: None)
+        try:
+            async with asyncio.timeout(GIVE_UP_S / 4):
+                with pytest.raises(EngineHangs, match=r"`podman ps` has not ended within 0\.3 s"):
+                    await stuck.command("ps", within_s=0.3)
+        finally:
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+            await until(lambda: not psutil.pid_exists(int(pid.read_text())), what="it has ended")
+            await asyncio.sleep(0.1)  # and asyncio knows it
+    assert len(told) == 1, "so it is known that the engine hangs"
+    assert not stuck.turns.locked()
 
 
 @pytest.mark.parametrize("takes_s", [0.3, 1000])

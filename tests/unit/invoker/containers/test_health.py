@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sllm_invoker.containers import driver as drivers
 from sllm_invoker.containers import probe
 from sllm_invoker.containers.arguments import Owner
 from sllm_invoker.containers.driver import ContainerDriver, Sizes
@@ -26,6 +27,12 @@ case $(cat {mode}) in
   picky) case "$*" in *no-such-image*) echo no such image >&2; exit 125 ;; *) echo 0 ;; esac ;;
   broken) echo cannot connect to its store >&2; exit 125 ;;
   hangs) exec sleep 1000 ;;
+  keeps)
+    case "$1" in
+      ps) printf 'sb-old\\t%s\\n' {place} ;;
+      rm) case "$*" in *sb-old*) echo device or resource busy >&2; exit 1 ;; esac ;;
+      *) echo 0 ;;
+    esac ;;
 esac
 """
 
@@ -36,7 +43,7 @@ class Fake:
     def __init__(self, directory: Path) -> None:
         self._mode, self._log = directory / "mode", directory / "log"
         program = directory / "podman"
-        program.write_text(SCRIPT.format(mode=self._mode, log=self._log))
+        program.write_text(SCRIPT.format(mode=self._mode, log=self._log, place=directory))
         program.chmod(0o755)
         self.engine = Engine("podman", str(program))
         self.be("works")
@@ -175,6 +182,26 @@ async def test_a_driver_makes_nothing_while_its_engine_does_not_work(fake: Fake,
     finally:
         await driver.close()
     assert fake.engine.listeners == []
+
+
+async def test_a_container_that_cannot_be_removed_keeps_no_node_from_its_start(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier life has left, as docker may: the rest of the engine works."""
+    monkeypatch.setattr(drivers, "REMOVE_AGAIN_S", (0.05,) * 100)
+
+    async def image() -> str:
+        return "localhost/sllm-base:1"
+
+    owner = Owner(node="n1", place=str(tmp_path), boot="b2")
+    sizes = Sizes(memory=1 << 30, cpu=1.0, pids=64, tmp=1 << 20)
+    driver = ContainerDriver(fake.engine, image, ("python",), owner, tmp_path / "sandboxes", sizes)
+    fake.be("keeps")
+    try:
+        await driver.start()
+        await until(lambda: driver.problem == "" and fake.commands.count("rm") > 3, what="it is tried again")
+    finally:
+        await driver.close()
 
 
 async def test_who_looks_for_an_engine_waits_once_for_one_that_hangs(

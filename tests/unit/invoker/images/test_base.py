@@ -1,9 +1,10 @@
 """The base image is made once for each state of the installation, by one process of this machine at a time."""
 
 import asyncio
+import os
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from sllm_invoker.images import base, places
 from sllm_invoker.images.base import Base
 from sllm_runtime.protocol.errors import Unavailable
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 PRODUCER = """
 import sys, io, json, tarfile
@@ -31,6 +32,9 @@ class Store:
 
     async def has_image(self, reference: str) -> bool:
         return reference in self.images
+
+    async def identity(self, reference: str) -> str:
+        return reference
 
     async def import_image(self, reference: str, archive: Path, changes: Sequence[str]) -> None:
         assert reference not in self.images
@@ -108,3 +112,21 @@ async def test_what_cannot_be_listed_is_told_with_its_last_words(tmp_path: Path)
 async def test_a_program_that_does_not_end_is_ended() -> None:
     with pytest.raises(Unavailable, match="took more than"):
         await base.output((sys.executable, "-c", "import time; time.sleep(3600)"), {}, 0.2)
+
+
+@pytest.fixture
+async def mute() -> AsyncIterator[str]:
+    """The address of an index that says nothing."""
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+        yield "http://{}:{}/simple".format(*server.sockets[0].getsockname())
+
+
+async def test_a_program_that_is_ended_leaves_no_files(tmp_path: Path, mute: str) -> None:
+    """pip has put gigabytes there when a deployment is given up, or its time is over."""
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PIP_INDEX_URL": mute}
+    asking = asyncio.create_task(base.output((*base.PRODUCER, "requirements", "flask-that-nobody-has"), env, 1000.0))
+    await until(lambda: any(tmp_path.rglob("constraints.txt")), what="pip is asked")
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert os.listdir(tmp_path) == []
