@@ -65,6 +65,8 @@ class Leader:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while (left := began + timeout_s - loop.time()) > 0:
+            if isinstance(request, ctl.Ending) and request.again:
+                request = msgspec.structs.replace(request, age_s=loop.time() - began)
             another = asyncio.ensure_future(self._another.wait())
             asking = asyncio.ensure_future(self._bus.call(subjects.ctl(verb), request, reply, timeout_s=left))
             try:

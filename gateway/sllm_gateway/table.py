@@ -40,6 +40,13 @@ class Version:
         return self._arguments
 
 
+def _another(before: Route, after: Route) -> bool:
+    """Whether the function was deleted meanwhile, and deployed anew: it counts its versions anew."""
+    if before.created and after.created:
+        return before.created != after.created
+    return before.manifest != after.manifest
+
+
 class RouteTable:
     """All routes by function and version. ``on_change`` is called with the version after each change."""
 
@@ -56,6 +63,9 @@ class RouteTable:
         _, function, number = key.split(".")
         known = self._versions.get(function, {})
         version = known.get(int(number))
+        if version is not None and route is not None and _another(version.route, route):
+            self._remove(known, version)
+            version = None
         if route is None:
             self._remove(known, version)
             if not known:

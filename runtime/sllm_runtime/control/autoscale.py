@@ -24,7 +24,7 @@ def lent_s(instance: Instance) -> float:
 def floor(view: View, key: Key, manifest: Manifest) -> int:
     """Instances that run without a caller: ``min_instances`` of the active version, one for a deployment's trial, what
     somebody wants warm."""
-    warm, _ = view.warm.get(key, (0, 0.0))
+    warm = max(view.warm.get(key, ()), default=0)
     return max(manifest.min_instances if view.active(key) else 0, int(key in view.trials), warm)
 
 

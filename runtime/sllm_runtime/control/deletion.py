@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -49,6 +50,8 @@ class Deletions:
         name, known = request.function, self._loop.view.functions.get(request.function)
         if (request.again and known is None) or (request.begun and (known is None or not known.deleting)):
             return Ok(note="deleted")
+        if request.again and made_since(self._loop.view, name, time.time() - request.age_s):
+            return Ok(note="deleted")
         await self._loop.commit(lambda view: leaving(view, name, force=request.force))
         done = self._start(name)
         try:
@@ -93,6 +96,12 @@ class Deletions:
                 return
             except Unavailable as error:  # after a while, by itself
                 log.warning("it is deleted later: %s", error.message, extra={"function": name})
+
+
+def made_since(view: View, name: str, at: float) -> bool:
+    """Whether what has this name was first deployed after ``at``, in Unix seconds: it is another one."""
+    versions = view.versions_of(name)
+    return bool(versions) and all(record.created > at for record in versions)
 
 
 def leaving(view: View, name: str, *, force: bool) -> View:

@@ -91,7 +91,8 @@ class Deployments:
         return (found,) if found else ()
 
     async def withdraw(self, request: Withdraw) -> Withdrawn:
-        """Call a deployment back. Answered when nothing of it is left, or its version has got the route first."""
+        """Call a deployment back. Answered when nothing of it is left, or its version has got the route first. Raises
+        ``Unavailable`` while that is being stored."""
         # Perhaps from a controller before: this one may have begun it anew, or never have heard of it.
         routed = registry.routed_by(self._loop.view, request.request)
         if routed is not None:
@@ -109,7 +110,11 @@ class Deployments:
         with contextlib.suppress(TimeoutError):  # behind another deployment: it will find itself called back
             async with asyncio.timeout(WITHDRAW_S):
                 await deployment.done.wait()
-        return Withdrawn(version=deployment.active)
+        routed = registry.routed_by(self._loop.view, request.request)
+        if routed is None and deployment.active is not None:
+            text = "whether it gets the route is not known yet: that is being stored"
+            raise Unavailable(f"{text}; see `sllm fn describe {deployment.request.manifest.name}`")
+        return Withdrawn(version=routed)
 
     def _forget(self, now: float) -> None:
         for name, old in tuple(self._known.items()):
@@ -154,6 +159,9 @@ class Deployments:
     async def _deploy(self, deployment: Deployment) -> Deployed:
         request = deployment.request
         deployment.tell = lambda: Progress(stage="check")
+        routed = registry.routed_by(self._loop.view, request.request)
+        if routed is not None:  # asked again; it may be another one's turn by now
+            return Deployed(version=self._loop.view.versions[request.manifest.name, routed])
         try:
             needed = await unless(deployment.withdrawn, self._prepare(deployment))
         except SllmError:

@@ -79,6 +79,7 @@ def prune(view: View, name: str) -> View:
     """Forget the oldest retired versions above KEEP_RETIRED that no instance runs; their bundles may go."""
     function = function_of(view, name)
     retired = [record for record in view.versions_of(name) if record.state is VersionState.RETIRED]
+    retired.sort(key=lambda record: record.version in function.previous[-1:])  # it had the route until now
     old = {(name, record.version) for record in retired[: max(len(retired) - KEEP_RETIRED, 0)]}
     old -= {instance.key for instance in view.instances.values()}
     if not old:

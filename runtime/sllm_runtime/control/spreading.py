@@ -13,6 +13,7 @@ from sllm_runtime.control import popularity
 from sllm_runtime.control.backoff import delay
 from sllm_runtime.control.changes import Write
 from sllm_runtime.control.ledger import Ledger
+from sllm_runtime.control.listing import page
 from sllm_runtime.control.loop import Loop
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.pulling import Pull, Pulls
@@ -117,7 +118,8 @@ class Spreading:
             for record in _placeable(view)
         ]
         models.sort(key=lambda each: (-each.popularity, each.model))
-        return Placements(models=tuple(models[:SHOWN]))
+        shown, _ = page(((str(number), each) for number, each in enumerate(models[:SHOWN])), "")
+        return Placements(models=tuple(shown))
 
     def _count(self) -> None:
         view, now = self._loop.view, time.monotonic()

@@ -285,8 +285,8 @@ class View:
     callers: Mapping[Key, Mapping[str, str]] = field(default_factory=dict)
     """Of those, where they say it, the one that has waited longest; for people."""
     failures: Mapping[Key, Failure] = field(default_factory=dict)
-    warm: Mapping[Key, tuple[int, float]] = field(default_factory=dict)
-    """Instances that somebody wants to be there before a call is, and until when they are waited for."""
+    warm: Mapping[Key, Mapping[int, float]] = field(default_factory=dict)
+    """Instances that somebody wants to be there before a call is, and until when so many are waited for."""
     trials: frozenset[Key] = frozenset()
     """Versions whose deployment waits for a first instance."""
     refused: Mapping[tuple[Key, str], Refusal] = field(default_factory=dict)

@@ -6,11 +6,12 @@ little after whoever had it has stopped asking.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from sllm_runtime.control import backoff, routes
-from sllm_runtime.control.view import Key, View, with_item, without
+from sllm_runtime.control.view import EMPTY, Key, View, with_item, without
 from sllm_runtime.protocol.ctl import Warmed
 from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.node import CAPACITY, Progress
@@ -29,20 +30,28 @@ def asked(view: View, key: Key, instances: int, until: float) -> View:
             f"{instances} instance(s) of {key[0]} cannot be warm: its max_instances is {most}; ask for 1 to {most}",
             field="instances",
         )
-    before, since = view.warm.get(key, (0, 0.0))
-    return replace(view, warm=with_item(view.warm, key, (max(instances, before), max(until, since))))
+    wishes = view.warm.get(key, EMPTY)
+    wishes = with_item(wishes, instances, max(until, wishes.get(instances, 0.0)))
+    return replace(view, warm=with_item(view.warm, key, wishes))
 
 
 def lapsed(view: View, now: float) -> View:
     """Wishes that nobody waits for any more leave the view."""
-    over = [key for key, (_, until) in view.warm.items() if until <= now]
-    return replace(view, warm=without(view.warm, over)) if over else view
+    for key, wishes in view.warm.items():
+        view = _less(view, key, [number for number, until in wishes.items() if until <= now])
+    return view
 
 
 def granted(view: View, key: Key, instances: int) -> View:
     """Who waited for so many has them: unless somebody waits for more, they live by their keep-alive."""
-    wanted, _ = view.warm.get(key, (0, 0.0))
-    return replace(view, warm=without(view.warm, [key])) if 0 < wanted <= instances else view
+    return _less(view, key, [number for number in view.warm.get(key, EMPTY) if number <= instances])
+
+
+def _less(view: View, key: Key, numbers: Sequence[int]) -> View:
+    if not numbers:
+        return view
+    left = without(view.warm[key], numbers)
+    return replace(view, warm=with_item(view.warm, key, left) if left else without(view.warm, [key]))
 
 
 def answer(view: View, key: Key, instances: int, now: float) -> Warmed | None:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _SYNC_S: Final = 10.0
 _AGAIN_S: Final = 0.1
+_LAGS_S: Final = 5.0
+"""How long a server that lags has to catch up, or another one to be asked."""
 _TOLD_AGAIN_S: Final = (0.1, 0.5, 2.0, 5.0)
 """Waits before what a listener failed to take is told once more; the last one goes on."""
 
@@ -79,6 +81,7 @@ class Watch:
         self._life: asyncio.Task[None] | None = None
         self._off: Callable[[], None] = lambda: None
         self._failures = 0
+        self._lags: float | None = None
         self._retry: asyncio.TimerHandle | None = None
         self.synced = asyncio.Event()
         """Set while what was told is a whole picture."""
@@ -130,13 +133,15 @@ class Watch:
             await picture.close()
 
     async def _follow(self, picture: _Picture) -> None:
-        seen: set[str] = set()
+        first: dict[str, tuple[str, int, bytes | None]] = {}
         while picture.pending:
             news = await picture.next()
             if news is not None:
-                seen.add(news[0])
-                self._tell(*news)
-        for subject in set(self._known) - seen:
+                first[news[0]] = news
+        self._require_current(first)
+        for news in first.values():
+            self._tell(*news)
+        for subject in set(self._known) - first.keys():
             self._tell(subject, 0, None)
         if self._retry is None:
             self._failures = 0
@@ -145,6 +150,20 @@ class Watch:
             news = await picture.next()
             if news is not None:
                 self._tell(*news)
+
+    def _require_current(self, first: Mapping[str, tuple[str, int, bytes | None]]) -> None:
+        """With replicas any server of the stream may be the one that answers, also one that is catching up: what was
+        told of one that had more is no longer there then. Raises ``Lost``; for _LAGS_S, since a store may be replaced
+        by an older copy."""
+        subject, newest = max(self._known.items(), key=lambda known: known[1], default=("", 0))
+        _, found, _ = first.get(subject, ("", 0, None))
+        now = asyncio.get_running_loop().time()
+        if found >= newest:
+            self._lags = None
+            return
+        self._lags = now if self._lags is None else self._lags
+        if now - self._lags < _LAGS_S:
+            raise Lost("a server lags")
 
     def _tell(self, subject: str, sequence: int, data: bytes | None) -> None:
         if data is None:

@@ -135,9 +135,10 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """What makes an end of something. ``again``: it was asked before, and another controller may have done it: what is
-    not there is gone then."""
+    not there is gone then. ``age_s``: so many seconds ago; what was made since is another one."""
 
     again: bool = False
+    age_s: float = 0.0
 
 
 class Delete(Ending, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from sllm_gateway.leader import Leader
 from sllm_runtime.control import deletion
 from sllm_runtime.control.deploy import remove_bundles
 from sllm_runtime.control.view import View
@@ -12,6 +13,7 @@ from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Conflict, SllmError
+from sllm_runtime.protocol.node import Ok
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, manifest
@@ -164,3 +166,31 @@ def test_what_has_a_name_by_now_is_not_removed_with_what_had_it() -> None:
     assert deletion.removed(view, "chat") is view
     assert not deletion.removed(deletion.leaving(view, "chat", force=False), "chat").functions
     assert deletion.removed(View(), "chat") == View()
+
+
+async def test_a_deletion_that_is_asked_again_ends_nothing_that_was_deployed_since(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was done, and its answer lost: its gateway was cut off for a while. Meanwhile somebody has deployed anew."""
+    gateway, leader = bench.gateway, Leader(bench.gateway.bus)
+    await gateway.deploy(manifest())
+    call, done = gateway.bus.call, asyncio.Event()
+
+    async def cut_off(*asked: Any, **options: Any) -> Any:
+        answer = await call(*asked, **options)
+        if not done.is_set():
+            done.set()
+            await asyncio.Event().wait()
+        return answer
+
+    monkeypatch.setattr(gateway.bus, "call", cut_off)
+    asked = ctl.Delete(function="chat", force=True)
+    deleting = asyncio.create_task(leader.ask("delete", asked, Ok, timeout_s=GIVE_UP_S))
+    try:
+        await asyncio.wait_for(done.wait(), GIVE_UP_S)
+        await gateway.deploy(manifest(), b"anew")
+        leader._ask_again()  # as after every reconnect
+        assert (await deleting).note == "deleted"
+        assert "chat" in bench.controller.loop.view.functions
+    finally:
+        await leader.close()

@@ -4,6 +4,8 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 from sllm_runtime.control import draining, popularity, replicas, spreading
 from sllm_runtime.control.replicas import AT_ONCE, AT_ONCE_THERE, Disk, Wish, next_pulls
 from sllm_runtime.control.reports import observe
-from sllm_runtime.protocol import ctl
+from sllm_runtime.protocol import codec, ctl
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import LOST_AFTER_S
+from sllm_runtime.protocol.limits import LOST_AFTER_S, MAX_MESSAGE
 from sllm_runtime.protocol.node import Storage
 from sllm_runtime.protocol.records import ModelRecord, Popularity
 from sllm_runtime.protocol.subjects import POPULARITY_KEY
@@ -280,3 +282,29 @@ def test_only_as_many_as_a_record_takes_are_remembered() -> None:
     kept = popularity.after(many, {}, 0.0)
     assert len(kept) == popularity.MOST
     assert min(kept.values()) == 11.0
+
+
+async def test_as_many_models_are_shown_as_fit_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand small ones on ten nodes of a cloud."""
+    digests = [f"sha256:{number:064x}" for number in range(spreading.SHOWN)]
+    nodes = [FakeNode(f"i-{number:017x}", cpu=4.0, gpus=0) for number in range(10)]
+    world = World(*nodes)
+    for digest in digests:
+        record = ModelRecord(digest=digest, uri=SOURCE, nbytes=MIB, partitions=(MIB,))
+        world.view = world.view.put_model(record)
+    for node in nodes:
+        status = msgspec.structs.replace(
+            node.report(),
+            models=tuple(digests),
+            remote=tuple(digests),
+            copied=dict.fromkeys(digests, MIB),
+            storage=Storage(ssd_limit=2 * len(digests) * MIB),
+        )
+        world.view = observe(world.view, status, world.now, 0.0)
+    loop, none = cast(Any, SimpleNamespace(view=world.view)), cast(Any, None)
+    made = spreading.Spreading(loop, none, none, none, dict.fromkeys(digests, 1.0))
+    monkeypatch.setattr(spreading, "time", SimpleNamespace(monotonic=lambda: world.now))
+    told = await made.shown()
+    assert told.models
+    assert len(told.models[0].wanted) == len(told.models[0].there) == len(nodes)
+    assert len(codec.pack(ctl.Reply(value=msgspec.Raw(codec.pack(told))))) <= MAX_MESSAGE

@@ -154,3 +154,13 @@ def test_every_reported_state_is_reached_by_allowed_steps_or_not_at_all(old: Ins
         assert final(INSTANCE, state), "an end is never ignored"
     elif state != old:
         assert state == new
+
+
+def test_what_had_the_route_until_a_deployment_can_be_gone_back_to() -> None:
+    """Also where it is the oldest of all: somebody had gone back to it."""
+    view = View()
+    for number in range(1, registry.KEEP_RETIRED + 2):
+        view = registry.prune(deployed(view, CHAT, number), "chat")
+    view = registry.rollback(view, "chat", 1)
+    view = registry.prune(deployed(view, CHAT, registry.KEEP_RETIRED + 2), "chat")
+    assert registry.rollback(view, "chat", None).functions["chat"].active == 1

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sllm_runtime.control import warmup
+from sllm_runtime.control import autoscale, warmup
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import FunctionNotFound, InvalidRequest, StartFailed
 from sllm_runtime.protocol.states import InstanceState
@@ -109,3 +109,11 @@ async def test_over_the_bus(bench: Bench) -> None:
     await bench.none_left()
     with pytest.raises(FunctionNotFound):
         await bench.gateway.ask("warmup", ctl.Warmup(function="nobody"))
+
+
+def test_a_wish_that_was_given_up_is_not_kept_up_by_who_wants_fewer(world: World) -> None:
+    world.view = warmup.asked(world.view, CHAT, 3, world.now + 2.0)  # Ctrl-C: three were too many
+    world.view = warmup.asked(world.view, CHAT, 1, world.now + 60.0)
+    world.now += 8.0
+    world.view = warmup.lapsed(world.view, world.now)
+    assert autoscale.floor(world.view, CHAT, world.view.versions[CHAT].manifest) == 1

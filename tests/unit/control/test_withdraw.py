@@ -2,21 +2,23 @@
 
 import asyncio
 import uuid
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 import pytest
 
 from sllm_runtime.control import registry
-from sllm_runtime.control.deploy import KEEP_S, MOST_WITHDRAWN
+from sllm_runtime.control.daemon import Controller
+from sllm_runtime.control.deploy import KEEP_S, MOST_WITHDRAWN, WITHDRAW_S
 from sllm_runtime.control.view import View
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
-from sllm_runtime.protocol.errors import Cancelled
+from sllm_runtime.protocol.errors import Cancelled, Unavailable
 from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, Gateway, controller_of, manifest
 from tests.unit.control.scripted_node import ScriptedNode
 
@@ -138,3 +140,60 @@ def test_what_a_controller_of_before_has_stored_of_who_asked() -> None:
     assert registry.routed_by(view, "old") is None, "the last few"
     assert registry.routed_by(view, "r0") == 1
     assert view.versions["chat", 1].request == f"r{registry.KEEP_REQUESTS - 1}"
+
+
+async def test_while_it_is_stored_that_it_has_the_route(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it gets it is not known yet: the store may not take it, and then it has not got it."""
+    await bench.gateway.deploy(manifest())
+    bench.node.behave = lambda command: InstanceState.STARTING
+    bench.node.starts.clear()
+    request, _, deploying = await begun(bench)
+    await until(lambda: bench.node.starts)
+    storing, refuse = asyncio.Event(), asyncio.Event()
+
+    async def stored(*_: Any) -> None:
+        storing.set()
+        await refuse.wait()
+        raise Unavailable("the state cannot be stored now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.controller.loop._ledger, "stored", stored)
+        bench.node.put(bench.node.starts[0].instance, InstanceState.READY)
+        await asyncio.wait_for(storing.wait(), GIVE_UP_S)
+        withdrawing = asyncio.create_task(withdraw(bench, request))
+        await asyncio.wait([withdrawing], timeout=2 * WITHDRAW_S)
+        refuse.set()
+        with pytest.raises(Unavailable):
+            await deploying
+    told = await asyncio.gather(withdrawing, return_exceptions=True)
+    info: ctl.FunctionInfo = await bench.gateway.ask("function", ctl.FunctionRef(function="chat"))
+    assert info.record.active == 1
+    assert not (isinstance(told[0], ctl.Withdrawn) and told[0].version == 2), "it was said to be deployed"
+
+
+@pytest.mark.parametrize("how", ["another controller", "long after"])
+async def test_who_asks_again_for_what_was_deployed_takes_the_route_from_nobody(
+    nats: Nats, node: ScriptedNode, how: str
+) -> None:
+    """Its answer was lost (its gateway was cut off, or stood still), and somebody has deployed since."""
+    gateway, request, bundle = Gateway(await nats.bus("gw")), uuid.uuid4().hex, f"sha256:{sha256(b'one').hexdigest()}"
+    first = ctl.Deploy(request=request, manifest=manifest(), bundle=bundle, bundle_bytes=3, wait_s=15.0)
+
+    async def active(controller: Controller) -> int | None:
+        told = await gateway.ask("deploy", first)
+        assert told.version is not None
+        assert told.version.version == 1
+        return controller.loop.view.functions["chat"].active
+
+    async with controller_of(nats) as controller:
+        await gateway.upload(b"one")
+        assert await active(controller) == 1
+        await gateway.deploy(manifest(), b"two")
+        assert await active(controller) == 2
+        if how == "long after":
+            for known in controller.service._deployments._known.values():
+                known.ended -= 2 * KEEP_S
+            assert await active(controller) == 2
+    if how == "another controller":
+        async with controller_of(nats, "ctl2") as controller:
+            assert await active(controller) == 2

@@ -134,7 +134,7 @@ def test_no_call_waits_much_longer_than_for_the_start_that_was_not_made() -> Non
 
 def test_what_is_wanted_without_a_call_is_started_all_the_same() -> None:
     world = at_work(call_s=START_S / 2)
-    world.view = replace(world.view, warm={CHAT: (2, world.now + LONG)})
+    world.view = replace(world.view, warm={CHAT: {2: world.now + LONG}})
     world.wait_for(CHAT, 1)
     assert [type(action) for action in world.plan()] == [SendStart]
     assert world.plan() == ()

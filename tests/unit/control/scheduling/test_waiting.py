@@ -113,7 +113,7 @@ def test_what_is_not_expected_to_become_free_is_not_waited_for(why: str) -> None
     elif why == "claimed":
         view = replace(view, claims={"other-on-near-0": Claim(inf)})
     elif why == "wanted":
-        view = replace(view, warm={OTHER: (1, NOW + 60.0)})
+        view = replace(view, warm={OTHER: {1: NOW + 60.0}})
     elif why == "destination":
         comes = Migration("gone", "near", MigrationState.MOVING, NOW, destination="other-on-near-0")
         view = replace(view, migrations={"gone": comes})
