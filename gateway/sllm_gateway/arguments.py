@@ -22,6 +22,12 @@ MOST_CHECKS = 20_000_000
 """However large it is: nothing else runs meanwhile."""
 EXPLAINED = 4_000
 """Of more it takes too long to say what is wrong."""
+EXPLAINED_BYTES = 4 * 2**20
+"""Of a larger body what is wrong is not told: the error has the value for itself, in a form that takes up to 30 times
+its text, and so has each branch of a union that refuses it."""
+PATTERNED = 2**16
+"""Bytes of a body whose texts are held against regular expressions here."""
+_WRONG = "the arguments are not of the function's types; which one takes too long to find out"
 _LOOKED_AT = 100_000
 """Values of a body that may be looked at for how deep they lie."""
 
@@ -59,6 +65,8 @@ class Arguments:
         self._expansion = told = expansion(schema)
         self._free = (CHECKS - told.checks[0]) // max(1, told.cost(1) - told.checks[0]) if told is not None else -1
         """Bodies of so many bytes take no more than CHECKS, whatever is in them: each value has a byte at least."""
+        if told is not None and told.patterned:
+            self._free = min(self._free, PATTERNED)
         self._union = told.union if told is not None else 0
 
     def require_bounded(self) -> None:
@@ -89,16 +97,19 @@ class Arguments:
         most = min(MOST_CHECKS, CHECKS + CHECKS_A_BYTE * len(body))
         if (len(body) > self._free and not self._takes(most, value, body)) or self._validator.is_valid(value):
             return
-        if self._union > EXPLAINED and not self._takes(EXPLAINED, value, body):
-            raise InvalidArgument("the arguments are not of the function's types; which one takes too long to find out")
+        copied = min(max(self._union, 1), EXPLAINED) * len(body)
+        if copied > EXPLAINED_BYTES or (self._union > EXPLAINED and not self._takes(EXPLAINED, value, body)):
+            raise InvalidArgument(_WRONG)
         try:
             self._validator.validate(value)  # which stops at the first error: there may be one of each item
         except jsonschema_rs.ValidationError as error:
             raise _explain(error) from None
+        except ValueError as error:  # what is wrong is nested more deeply than an error can say
+            raise InvalidArgument(_WRONG) from error
 
     def _takes(self, most: int, value: Any, body: bytes) -> bool:
         """Whether to check ``value``, which is ``body``, takes ``most`` comparisons at most, as far as can be told."""
-        if self._expansion is None:
+        if self._expansion is None or (self._expansion.patterned and len(body) > PATTERNED):
             return False
         values = body.count(b",") + body.count(b"{") + body.count(b"[")  # or fewer
         if self._expansion.cost(values) <= most:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
+import jsonschema_rs
+
 MOST: Final = 10**9
 """Not told apart from more."""
 DEPTH: Final = 16
@@ -24,6 +26,9 @@ _NAMED: Final = frozenset({"dependentSchemas", "dependencies", "properties", "pa
 """These have schemas by name."""
 _COMPARED: Final = ("enum", "const", "required", "dependentRequired", "properties")
 """Each of what these hold is looked for."""
+_PLAIN: Final = jsonschema_rs.RegexOptions(size_limit=16 * 1024, dfa_size_limit=256 * 1024)
+"""Of a regular expression that each byte of a text costs so much at most: others go back and forth, or have a thousand
+states at once, and one text of some bytes may take milliseconds, one of 256 KiB half a minute."""
 _UNTOLD: Final = frozenset({"$dynamicRef", "$recursiveRef", "unevaluatedProperties", "unevaluatedItems"})
 
 
@@ -37,6 +42,8 @@ class Expansion:
     union: int
     """Of those that a single ``anyOf`` or ``oneOf`` means at most; MOST where it looks at values within. What is wrong
     is told of each of its branches, which takes a thousand times as long."""
+    patterned: bool = False
+    """Whether texts are held against regular expressions: what that takes their bytes say, not how many there are."""
 
     def cost(self, values: int, deep: int = DEPTH + 1) -> int:
         """Comparisons of a value at most in which so many lie so deep."""
@@ -49,6 +56,7 @@ class _Part:
 
     weight: int = 1
     union: bool = False
+    patterned: bool = False
     same: list[int] = field(default_factory=list)
     every_property: list[int] = field(default_factory=list)
     a_property: list[int] = field(default_factory=list)
@@ -87,7 +95,7 @@ def expansion(schema: Any) -> Expansion | None:
     else:
         found.append(MOST)
     unions = (MOST if objects[n] or arrays[n] else here[n] for n, part in enumerate(parts) if part.union)
-    return Expansion(tuple(found), max(unions, default=0))
+    return Expansion(tuple(found), max(unions, default=0), any(part.patterned for part in parts))
 
 
 def extent(value: Any) -> tuple[int, int]:
@@ -125,8 +133,12 @@ def _parts(schema: Any) -> list[_Part]:
             continue
         renamed = part is not parts[0] and ("$id" in each or "id" in each)
         target = _target(schema, each["$ref"]) if "$ref" in each else schema
+        patterns = _patterns(each)
         if len(parts) > _PARTS or renamed or target is None or not _UNTOLD.isdisjoint(each):
             return []
+        if not all(map(_plain, patterns)):
+            return []
+        part.patterned = bool(patterns)
         part.weight += sum(len(each[word]) for word in _COMPARED if isinstance(each.get(word), dict | list))
         part.same += [number(target)] if "$ref" in each else []
         part.same += map(number, _schemas(each, *_SAME))
@@ -138,6 +150,19 @@ def _parts(schema: Any) -> list[_Part]:
         of_items = part.an_item if isinstance(each.get("items"), list) else part.every_item
         of_items += map(number, _schemas(each, "items"))
     return parts
+
+
+def _patterns(part: dict[str, Any]) -> list[Any]:
+    named = part.get("patternProperties")
+    return [*([part["pattern"]] if "pattern" in part else ()), *(named if isinstance(named, dict) else ())]
+
+
+def _plain(pattern: Any) -> bool:
+    try:
+        jsonschema_rs.validator_for({"pattern": pattern}, offline=True, pattern_options=_PLAIN)
+    except ValueError:
+        return False
+    return True
 
 
 def _schemas(part: dict[str, Any], *keywords: str) -> Iterator[Any]:

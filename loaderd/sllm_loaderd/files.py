@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -58,10 +59,20 @@ def gguf_parts(file: Path) -> list[Path]:
     return [file.with_name(f"{match[1]}-{part:05}-of-{match[2]}.gguf") for part in range(1, int(match[2]) + 1)]
 
 
+def open_file(path: Path) -> int:
+    """A descriptor for reading a plain file. Whoever may write to its directory may have put something else there, and
+    to open a pipe would last until somebody writes to it. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return fd
+
+
 def open_source_file(path: Path) -> int:
     """A descriptor for reading a file of a model's source. Raises ``InvalidCheckpoint``, as ``require_own`` does."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(path)
     except OSError as error:
         raise InvalidCheckpoint(f"{path} cannot be opened: {error.strerror}", field=path.name) from error
     try:

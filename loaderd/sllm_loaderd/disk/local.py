@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from sllm_loaderd.disk.cached import cached_bytes
-from sllm_loaderd.files import read_exactly
+from sllm_loaderd.files import open_file, read_exactly
 from sllm_loaderd.reader import BUFFERED, CACHED, DIRECT
 from sllm_runtime.protocol.checkpoint import BLOCK_ALIGN, partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound
@@ -31,7 +31,7 @@ class LocalFile:
     def __init__(self, file: Path, *, direct: bool = True) -> None:
         self._file = file
         try:
-            self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_file(file)
         except OSError as error:
             kind = ModelNotFound if error.errno == errno.ENOENT else CorruptCheckpoint
             text = f"{file} cannot be opened: {error.strerror}; restore it or convert the model again"

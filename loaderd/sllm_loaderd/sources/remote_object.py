@@ -59,7 +59,8 @@ class RemoteObject:
                 if at == self._url:
                     raise
                 self._at = self._url  # where we had been sent to is closed to us by now: ask again where to go
-                raise TryAgain(Unavailable(f"{what}: {at} refuses what {self._url} sends us to")) from None
+                place = at.partition("?")[0]  # the rest may be what opens it
+                raise TryAgain(Unavailable(f"{what}: {place} refuses what {self._url} sends us to")) from None
             if not moved:
                 return
             self._at = urljoin(at, moved[0])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import resource
+import time
 from typing import Any
 
 import pytest
@@ -193,3 +196,47 @@ def test_what_takes_too_long_for_one_argument_is_refused(whole: dict[str, Any]) 
     with pytest.raises(InvalidManifest, match=f"more than {CHECKS} comparisons") as wrong:
         Arguments(schema).require_bounded()
     assert wrong.value.field == "handler.input_schema"
+
+
+ANY_TEXT = "".join(random.Random(1).choices("ab", k=2**18))
+BACK_AND_FORTH = r"^(?:(?:a|aa)+(?!x)b|a*)$"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"), [(BACK_AND_FORTH, "a" * 22), (r"^[ab]*a[ab]{3000}$", ANY_TEXT), (r"^\w*a$", "ba" * 2**17)]
+)
+async def test_what_a_regular_expression_costs_is_bounded(pattern: str, text: str) -> None:
+    """One of 22 letters takes 3 ms by the first: a body of 32 MiB an hour in which nothing else runs; the 256 KiB of
+    the second text take seconds."""
+    arguments = Arguments({"properties": {"a": {"items": {"type": "string", "pattern": pattern}}}})
+    arguments.require_bounded()
+    body = b'{"a": [' + b", ".join([b'"%b"' % text.encode()] * (2**18 // len(text))) + b"]}"
+    began = time.process_time()
+    with contextlib.suppress(InvalidArgument):
+        await arguments.check(body)
+    assert time.process_time() - began < 0.5
+
+
+async def test_a_plain_regular_expression_is_looked_at_here() -> None:
+    arguments = Arguments({"properties": {"a": {"pattern": "^[a-z0-9]{1,61}$"}}, "patternProperties": {"^x": False}})
+    for wrong in (b'{"a": "B"}', b'{"x": 1}'):
+        with pytest.raises(InvalidArgument):
+            await arguments.check(wrong)
+    assert await arguments.check(b'{"a": "b"}')
+
+
+async def test_what_is_wrong_of_a_large_value_is_not_held_many_times() -> None:
+    """An error has a copy of the value, and each branch of a union one more: of 4 MiB that took 800 MiB."""
+    kinds = [{"properties": {"kind": {"const": number}}, "type": "object"} for number in range(50)]
+    arguments = Arguments({"properties": {"a": {"anyOf": kinds}}})
+    arguments.require_bounded()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidArgument):
+        await arguments.check(b'{"a": "%b"}' % (b"b" * 2**23))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+async def test_what_is_wrong_and_nested_deeply_is_the_callers_doing() -> None:
+    arguments = Arguments({"properties": {"a": {"items": {"type": "integer"}}}})
+    with pytest.raises(InvalidArgument):
+        await arguments.check(b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}")

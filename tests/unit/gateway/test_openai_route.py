@@ -2,19 +2,21 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from sllm_gateway.openai.requests import read
 from sllm_gateway.sse import HEARTBEAT
 from sllm_runtime.protocol.errors import ContextLengthExceeded, FunctionError, InvalidArgument, InvalidRequest
 from sllm_runtime.protocol.frames import FrameKind, TokenLogprob, ToolDelta, Usage
 from sllm_runtime.protocol.node import Progress
-from sllm_runtime.protocol.openai_requests import ChatRequest
+from sllm_runtime.protocol.openai_requests import ChatRequest, CompletionRequest
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import CREATED, Run, World, entry, manifest, starting, world
@@ -394,3 +396,41 @@ async def test_the_client_retries_what_can_be_retried_only(nats: Nats) -> None:
         with pytest.raises(openai.InternalServerError):
             await api.completions.create(model="coder", prompt="x", timeout=60)
     assert calls == 1
+
+
+MANY = 50_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (CompletionRequest, {"prompt": [{}] * MANY}),
+        (CompletionRequest, {"prompt": [[{}] * MANY]}),
+        (CompletionRequest, {"prompt": [[{}]] * MANY}),
+        (CompletionRequest, {"prompt": "", "logit_bias": {str(number): "x" for number in range(MANY)}}),
+        (ChatRequest, {"messages": [1] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+        (ChatRequest, {"messages": MESSAGES, "tools": [1] * MANY}),
+    ],
+)
+def test_of_all_that_is_wrong_only_so_much_is_looked_for(kind: Any, wrong: dict[str, Any]) -> None:
+    """A kilobyte and 10 µs are taken for each, and nothing else of the gateway runs meanwhile: a body of 32 MiB has
+    11 million of them."""
+    with pytest.raises(ValidationError) as told:
+        kind.model_validate({"model": "coder", **wrong})
+    assert told.value.error_count() < 10
+    with pytest.raises(InvalidRequest):
+        read(kind, json.dumps({"model": "coder", **wrong}).encode())
+
+
+async def test_what_is_wrong_in_a_large_body_holds_up_nobody(nats: Nats) -> None:
+    """900 KB, of a caller who may call: before, 9 s in which this gateway answered nobody, not even a probe."""
+    async with world(nats) as w:
+        wrong = b'{"model": "coder", "prompt": [' + b",".join([b"{}"] * 300_000) + b"]}"
+        asking = asyncio.create_task(w.http.post("/v1/completions", content=wrong, timeout=GIVE_UP_S))
+        longest, last = 0.0, time.monotonic()
+        while not asking.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert (await asking).status_code == 400
+    assert longest < 2

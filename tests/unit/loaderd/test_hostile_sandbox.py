@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import socket
@@ -20,8 +21,9 @@ import pytest
 
 from sllm_loaderd.pool import ChunkPool
 from sllm_runtime.protocol.codec import pack
-from sllm_runtime.protocol.loader import Adopt, Cancel, GetStatus, Grant, Hello, Load, Message, Stored
-from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, small_checkpoint
+from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.loader import CONVERT_NEVER, Adopt, Cancel, GetStatus, Grant, Hello, Load, Message, Stored
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
@@ -237,3 +239,46 @@ def test_a_pool_outlives_a_moment_without_descriptors() -> None:
         assert pool.wait_prefaulted(2 * size, WAIT)
     finally:
         pool.close()
+
+
+async def test_a_model_whose_file_becomes_a_pipe_holds_up_nobody(tmp_path: Path) -> None:
+    """Who may write to a model's directory (its owner's own function, say) puts a pipe in a file's place: to open one
+    takes as long as nobody writes to it, and the threads of a disk are everybody's."""
+    sources = [tmp_path / f"m{number}" for number in range(8)]
+    for number, source in enumerate((*sources, tmp_path / "other")):
+        numbers_model(source, seed=number)
+    pipes = [source / "model.safetensors" for source in sources]
+    async with loaderd(tmp_path, chunk_bytes=16 * 2**20, pool_bytes=2**28) as daemon:
+        theirs = [(await daemon.control.register(str(source), convert=CONVERT_NEVER)).model for source in sources]
+        other = (await daemon.control.register(str(tmp_path / "other"), convert=CONVERT_NEVER)).model
+        for pipe in pipes:
+            pipe.unlink()
+            os.mkfifo(pipe)
+        loads = [asyncio.create_task(daemon.control.prefetch(digest)) for digest in theirs]
+        try:
+            await asyncio.sleep(0.5)
+            async with asyncio.timeout(10):
+                await daemon.control.prefetch(other)
+                ends = await asyncio.gather(*loads, return_exceptions=True)
+            assert all(isinstance(end, SllmError) for end in ends), ends
+        finally:
+            with contextlib.ExitStack() as writers:  # who waits for one goes on, and sees an end
+                for pipe in pipes:
+                    writers.callback(os.close, os.open(pipe, os.O_RDWR))
+                await asyncio.sleep(0.5)
+            await asyncio.gather(*loads, return_exceptions=True)
+
+
+async def test_a_model_with_a_pipe_among_its_files_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "m"
+    numbers_model(source)
+    pipe = source / "model-00002-of-00002.safetensors"
+    (source / "model.safetensors").rename(source / "model-00001-of-00002.safetensors")
+    os.mkfifo(pipe)
+    names = {"embed.weight": "model-00001-of-00002.safetensors", "head.weight": pipe.name}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    async with loaderd(tmp_path) as daemon:
+        with pytest.raises(SllmError) as told:
+            async with asyncio.timeout(15):
+                await daemon.control.register(str(source))
+        assert told.value.field == pipe.name

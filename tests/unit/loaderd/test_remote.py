@@ -339,3 +339,11 @@ def test_https_is_read_and_resumed_and_an_unknown_certificate_refused(
         monkeypatch.delenv("SSL_CERT_FILE")
         with opened(server) as source, pytest.raises(Unavailable, match="certificate"):
             read(source)
+
+
+def test_where_a_hub_sends_us_to_is_told_without_what_opens_it(server: RangeServer) -> None:
+    """A hub answers with an address that is signed for an hour: it stands in no error, event or record."""
+    server.script.extend([f"to {server.url}/weights.bin?X-Amz-Signature=opensesame", "status 403"] * PATIENT.attempts)
+    with opened(server) as source, pytest.raises(Unavailable) as told:
+        read(source, 0, 50)
+    assert "opensesame" not in told.value.message
