@@ -57,8 +57,9 @@ from sllm_runtime.platform.presence import NOTHING, Presence
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Watch
 from sllm_runtime.protocol import records, subjects
+from sllm_runtime.protocol.calls import CallOrder
 from sllm_runtime.protocol.clipping import NAME_BYTES, clip
-from sllm_runtime.protocol.errors import Cancelled
+from sllm_runtime.protocol.errors import Cancelled, SllmError
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.lives import BEAT_S
 from sllm_runtime.protocol.node import NodeStatus
@@ -118,7 +119,7 @@ class Gateway:
         self._detached = Detached(
             self.calls, journal, self.table, self.metrics, lambda: lives.known, settings.resume_window, clock, wall
         )
-        self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll)
+        self._taking_up = TakingUp(self._detached, journal, self.table, lives, roll, given_up=self._given_up)
         self._parts = BundleParts(bus)
         hearsay = Hearsay(bus, settings.gateway, boot)
         self._succession = Succession(
@@ -199,15 +200,26 @@ class Gateway:
             self._news.tell(Kind.CALL_CANCELLED, call, error.message)
         if error is None or error.status < 500 or self.calls.left(call):
             return
-        log.warning("%s: %s: %s", Kind.CALL_FAILED, error.code, error.message, extra={"call": call.id})
-        self._announcer.tell(
-            Kind.CALL_FAILED,
-            error.message,
-            {"code": clip(error.code, NAME_BYTES)},
-            function=call.version.function,
-            version=call.version.number,
-            call=call.id,
-        )
+        self._failed(error, call.version.function, call.version.number, call.id)
+
+    def _given_up(self, order: CallOrder, error: SllmError) -> None:
+        """As ``_ended``, of a kept call whose gateway is no more, and which nobody goes on with."""
+        self.metrics.given_up(order.function, error)
+        if isinstance(error, Cancelled):
+            self._announcer.tell(
+                Kind.CALL_CANCELLED,
+                error.message,
+                function=order.function,
+                version=order.version,
+                call=order.call,
+            )
+        elif error.status >= 500:
+            self._failed(error, order.function, order.version, order.call)
+
+    def _failed(self, error: SllmError, function: str, version: int, call: str) -> None:
+        log.warning("%s: %s: %s", Kind.CALL_FAILED, error.code, error.message, extra={"call": call})
+        fields = {"code": clip(error.code, NAME_BYTES)}
+        self._announcer.tell(Kind.CALL_FAILED, error.message, fields, function=function, version=version, call=call)
 
     def _on_version(self, version: Version) -> None:
         self.calls.on_version(version)

@@ -178,8 +178,7 @@ class Calls:
         """Whether it has ended here alone: another gateway, or the next life of this one, goes on with it."""
         if isinstance(call.error, CallMoved):
             return True
-        ends_with_it = isinstance(call.error, GatewayStopped) and call.resumption is None
-        return self._draining and call.journaled and isinstance(call.error, Draining) and not ends_with_it
+        return self._draining and call.journaled and isinstance(call.error, Draining)  # or says how it has ended
 
     def require_open(self) -> None:
         """Raises ``Draining`` where no call is begun any more."""

@@ -231,6 +231,8 @@ class Detached:
         now = self._clock()
         order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, asked.traceparent, asked.created)
         call = self._calls.admit(order, earlier)
+        if earlier.resumption is not None:
+            self._metrics.inherited.labels(asked.function).inc(resumption.count)
         log.info("call goes on after %d frame(s)", len(frames), extra={"call": call.id})
         self._start(call, asked, journaled, fence, frames)
 

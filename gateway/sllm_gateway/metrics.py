@@ -36,6 +36,12 @@ class Metrics:
             "sllm_call_seconds", "Acceptance to the end", ["function"], buckets=SECONDS, registry=registry
         )
         self.tokens = Counter("sllm_tokens", "Tokens of ended calls", ["function", "kind"], registry=registry)
+        self.inherited = Counter(
+            "sllm_tokens_inherited",
+            "Completion tokens that other gateways drew of calls that go on here",
+            ["function"],
+            registry=registry,
+        )
         self.cold = Counter(
             "sllm_cold_starts", "Calls that waited for an instance's start", ["function"], registry=registry
         )
@@ -61,6 +67,10 @@ class Metrics:
         except SllmError as error:
             self.calls.labels(function, _code(error)).inc()
             raise
+
+    def given_up(self, function: str, error: SllmError) -> None:
+        """Count a call of a gateway that is no more, which ends without going on."""
+        self.calls.labels(function, _code(error)).inc()
 
     def ended(self, call: Call, now: float) -> None:
         """Count a call that is over."""

@@ -47,9 +47,11 @@ class TakingUp:
         lives: Lives,
         roll: Roll,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        given_up: Callable[[CallOrder, SllmError], None] = lambda _order, _error: None,
     ) -> None:
+        """``given_up`` is told of each call that ends here without going on, and why."""
         self._detached, self._journal, self._table = detached, journal, table
-        self._lives, self._roll, self._pause = lives, roll, pause
+        self._lives, self._roll, self._pause, self._given_up = lives, roll, pause, given_up
         self._due = asyncio.Event()
         self._claimed: dict[str, tuple[CallOrder, int]] = {}
         """Calls of this gateway that do not run yet, with the sequences of their orders."""
@@ -215,4 +217,6 @@ class TakingUp:
                 await self._detached.end(order, CallState.FAILED, error, fence)
             except (CallMoved, JournalExpired) as problem:
                 log.info("%s", problem.message)
+            else:
+                self._given_up(order, error)
         return True

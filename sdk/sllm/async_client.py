@@ -86,9 +86,9 @@ class AsyncClient(Connection[httpx.AsyncClient]):
                 try:
                     async with aclosing(reading) as events:
                         async for event in events:
-                            following.seen(event)
-                            if following.moved(event):
+                            if following.is_no_end(event):
                                 raise answers.problem_of(event)
+                            following.seen(event)
                             yield event
                     return
                 except SllmError as error:

@@ -36,7 +36,8 @@ _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 class Bundle:
     """``data`` is the zip, ``digest`` its ``sha256:…``, ``files`` its names.
 
-    ``left_out``: links that lead out of the function's directory, which are not followed.
+    ``left_out``: links in the function's directory, ``root``, that are not followed: they lead out of it, or to a
+    directory.
     """
 
     manifest: Manifest
@@ -44,6 +45,7 @@ class Bundle:
     digest: str
     files: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    root: Path | None = None
     unpruned: Path | None = None
     """The directory that travels whole: there is no ``.sllmignore`` in it."""
 
@@ -70,7 +72,7 @@ def build(function: ModelFunction[Any, Any, Any]) -> Bundle:
     names = _names(root, source, models, function.include, left_out)
     contents = _read(manifest.name, {name: root / name for name in names})
     built = _finish(manifest, contents, _told(root, models, left_out))
-    return built if (root / ignore.IGNORE_FILE).is_file() else replace(built, unpruned=root)
+    return replace(built, root=root, unpruned=None if (root / ignore.IGNORE_FILE).is_file() else root)
 
 
 def locate(source: Path) -> tuple[Path, str]:
@@ -157,11 +159,12 @@ def _home() -> Path | None:
 
 def _walked(root: Path, models: tuple[Path, ...], include: tuple[str, ...], outside: list[str]) -> list[str]:
     """All below ``root`` that is not ignored, without the models there."""
-    also = tuple(f"!{pattern}" for pattern in include)
+    for pattern in include:
+        ignore.spec_of(pattern)  # raises what is wrong with it, by its name
     inside = (model.relative_to(root) for model in models if model.is_relative_to(root) and model != root)
-    also = (*(f"/{name.as_posix()}/" for name in inside), *also)
+    also = tuple(f"/{name.as_posix()}/" for name in inside)
     names: list[str] = []
-    for name in ignore.files(root, ignore.spec(root, also), outside):
+    for name in ignore.files(root, ignore.spec(root, also), outside, include):
         names.append(name)
         if len(names) > MAX_BUNDLE_FILES:
             raise InvalidBundle(

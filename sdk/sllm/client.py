@@ -91,9 +91,9 @@ class Client(Connection[httpx.Client]):
                 try:
                     with closing(reading) as events:
                         for event in events:
-                            following.seen(event)
-                            if following.moved(event):
+                            if following.is_no_end(event):
                                 raise answers.problem_of(event)
+                            following.seen(event)
                             yield event
                     return
                 except SllmError as error:

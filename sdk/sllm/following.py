@@ -11,7 +11,7 @@ from typing import Final
 from sllm.answers import Trace
 from sllm.gateways import Gateways
 from sllm.sse import Event
-from sllm_runtime.protocol.errors import CallMoved, SllmError
+from sllm_runtime.protocol.errors import CallMoved, SllmError, Unavailable
 from sllm_runtime.protocol.http import CALLS
 
 FOLLOW_S: Final = 30.0
@@ -39,6 +39,7 @@ class Following:
     """How it broke off, since nothing has come after that."""
     _since: float = 0.0
     _tries: int = 0
+    _reads_on: bool = False
 
     def seen(self, event: Event) -> None:
         """An event is here. Of a call that counts which is whole; of what has no end a heartbeat too, since nothing may
@@ -51,18 +52,23 @@ class Following:
             self.numbered = False
         self.lost, self._tries = None, 0
 
-    @staticmethod
-    def moved(event: Event) -> bool:
-        """Whether its gateway says that another one has it."""
-        return event.event == "error" and json.loads(event.data)["error"].get("code") == CallMoved.code
+    def is_no_end(self, event: Event) -> bool:
+        """Whether an error event is none of what is read: its gateway says that another one has it, or, once it is read
+        on, that it cannot be read just now."""
+        if event.event != "error":
+            return False
+        code = json.loads(event.data)["error"].get("code")
+        return code == CallMoved.code or (self._reads_on and code == Unavailable.code)
 
     def broke(self, error: SllmError, trace: Trace, now: float) -> float:
         """Seconds to wait before the next gateway is asked. Raises how the stream broke off where that helps nothing:
         it did not break off, it cannot be read on, no gateway has it, or none answers."""
         if self.lost is None:
-            if not (trace.broken or isinstance(error, CallMoved)) or not self._can_be_read_on(trace):
+            again = isinstance(error, CallMoved) or (self._reads_on and isinstance(error, Unavailable))
+            if not (trace.broken or again) or not self._can_be_read_on(trace):
                 raise error
             self.lost, self.call, self._since = error, self.call or trace.call, now
+            self._reads_on = True
         elif not error.retryable or (now - self._since > FOLLOW_S and self._tries >= len(self.gateways)):
             raise self.lost from error
         trace.call = self.call

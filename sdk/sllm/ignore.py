@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
@@ -54,22 +55,39 @@ def spec_of(pattern: str) -> GitIgnoreSpec:
         raise InvalidBundle(f"include={pattern!r} is no pattern: {error}") from error
 
 
-def files(root: Path, rules: GitIgnoreSpec, outside: list[str] | None = None) -> Iterator[str]:
-    """Paths below ``root`` (posix, relative, sorted by directory) that no rule ignores.
+def _leads_into(pattern: str, directory: str) -> bool:
+    """Whether ``directory`` is among those that a pattern names (``data/*.bin``; one without any names none)."""
+    named, here = pattern.removeprefix("/").split("/")[:-1], directory.split("/")
+    if "**" in named[: len(here)]:
+        first = named.index("**")
+        return first > 0 and all(map(fnmatchcase, here[:first], named[:first]))
+    return len(here) <= len(named) and all(map(fnmatchcase, here, named))
+
+
+def files(
+    root: Path, rules: GitIgnoreSpec, outside: list[str] | None = None, include: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Paths below ``root`` (posix, relative, sorted by directory) that no rule ignores, or that ``include`` asks for,
+    also in a directory that is ignored if it names that.
 
     A link to a file inside ``root`` counts as that file; one that leads out of it, or to a directory, is not followed
     and is named in ``outside``.
     """
+    asked = GitIgnoreSpec.from_lines(include)
+
+    def enters(name: str) -> bool:
+        return not rules.match_file(f"{name}/") or any(_leads_into(pattern, name) for pattern in include)
+
     for directory, below, names in os.walk(root, followlinks=False, onerror=_unreadable):
         here = Path(directory).relative_to(root)
         prefix = "" if here == Path(".") else f"{here.as_posix()}/"
-        wanted = sorted(name for name in below if not rules.match_file(f"{prefix}{name}/"))
+        wanted = sorted(name for name in below if enters(f"{prefix}{name}"))
         below[:] = [name for name in wanted if not (root / prefix / name).is_symlink()]
         if outside is not None:
             outside.extend(f"{prefix}{name}" for name in wanted if name not in below)
         for name in sorted(names):
             path = prefix + name
-            if rules.match_file(path):
+            if rules.match_file(path) and not asked.match_file(path):
                 continue
             if not _inside(root, root / path):
                 if outside is not None:

@@ -40,9 +40,10 @@ def ambiguous(raw: str) -> bool:
     return True
 
 
-def value(raw: str, schema: Mapping[str, Any] | None) -> Any:
-    """What a word means: text where the parameter takes no other type, else JSON where it is JSON, else text."""
-    if schema is not None and types(schema) - {"null"} == {"string"}:
+def value(raw: str, schema: Mapping[str, Any] | None, named: Mapping[str, Any] | None = None) -> Any:
+    """What a word means: text where the parameter takes no other type, else JSON where it is JSON, else text.
+    ``named``: ``$defs`` of the whole schema."""
+    if schema is not None and types(schema, named or {}) - {"null"} == {"string"}:
         return raw
     try:
         return json.loads(raw)
@@ -50,10 +51,13 @@ def value(raw: str, schema: Mapping[str, Any] | None) -> Any:
         return raw
 
 
-def types(schema: Mapping[str, Any]) -> set[str]:
+def types(schema: Mapping[str, Any], named: Mapping[str, Any]) -> set[str]:
     """JSON types that ``schema`` names; ``?`` stands for what it does not say."""
-    named = schema.get("type", [])
-    found = {named} if isinstance(named, str) else set(named)
+    said = schema.get("type", [])
+    found = {said} if isinstance(said, str) else set(said)
     for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= types(part) or {"?"}
+        found |= types(part, named) or {"?"}
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name in named:  # an enumeration, say; one that names itself says nothing more
+        found |= types(named[name], {key: each for key, each in named.items() if key != name}) or {"?"}
     return found

@@ -46,7 +46,7 @@ def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
     if not quiet:
         output.note(f"{name}: {len(built.files)} files, {show_bytes(len(built.data))}")
         for link in built.left_out:
-            output.note(f"{name}: {link} is a link to outside its directory and is left out")
+            output.note(f"{name}: {link} is {_link(built, link)}")
         if built.warning:
             output.note(f"{name}: {built.warning}")
 
@@ -59,6 +59,14 @@ def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
         deployment.upload(built, connection, observe)
         asked = True
         return deployment.deploy_stored(built, connection, observe, request)
+
+
+def _link(built: Bundle, link: str) -> str:
+    """What of a link is left out."""
+    root = built.root
+    if root is not None and (leads_to := (root / link).resolve()).is_dir() and leads_to.is_relative_to(root.resolve()):
+        return "a link to a directory and is left out; only files are followed"
+    return "a link to outside its directory and is left out"
 
 
 def _undone(connection: Client, name: str, request: str) -> str:

@@ -27,8 +27,9 @@ def explain(
         output.value(found.model_dump(mode="json"))
         return
     if found.call is not None:
-        state = f"is {found.state}" if found.state else "is no longer known to any gateway, nor how it ended; it was"
-        output.text(f"call {found.call} {state}" + (f" on {found.instance}" if found.instance else ""))
+        state = f"is {found.state}" if found.state else "is no longer known to any gateway, nor how it ended"
+        where = f"{'' if found.state else '; it was'} on {found.instance}" if found.instance else ""
+        output.text(f"call {found.call} {state}{where}")
         if found.error or found.waits:
             output.text(found.error or output.one_line(f"it waits: {found.waits}"))
         if found.timeline:  # else it is known by what was told of it alone

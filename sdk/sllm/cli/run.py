@@ -26,8 +26,9 @@ def run(
     """Run one call of a function here, without a platform."""
     function = load.one(target)
     texts, given = given_words(words, args)
-    schemas: dict[str, Any] = signature.input_schema(function.target).get("properties", {})
-    given |= {key: arguments.value(raw, schemas.get(key)) for key, raw in texts.items()}
+    schema = signature.input_schema(function.target)
+    schemas, named = schema.get("properties", {}), schema.get("$defs", {})
+    given |= {key: arguments.value(raw, schemas.get(key), named) for key, raw in texts.items()}
     try:
         with ctrl_c.answer.in_users_code():
             _call(function, given, json)

@@ -155,6 +155,8 @@ def counts(metrics: str) -> dict[str, float]:
             found[f"queued {function}"] += float(value)
         elif name == "sllm_tokens_open" or (name == "sllm_tokens_total" and given.get("kind") == "completion"):
             found[f"tokens {function}"] += float(value)
+        elif name == "sllm_tokens_inherited_total":  # they are counted in the other two as well, and came elsewhere
+            found[f"tokens {function}"] -= float(value)
     return dict(found)
 
 

@@ -27,8 +27,9 @@ from sllm_gateway.stored import Stored
 from sllm_gateway.timers import TICK_S
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.calls import Batch, Began, CallOrder, Entry, Kept, KeyClaim, Reading, entry_name
-from sllm_runtime.protocol.errors import CallMoved, Draining, InstanceLost, Unavailable
+from sllm_runtime.protocol.errors import CallMoved, Cancelled, Draining, InstanceLost, Unavailable
 from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Opened, Usage
+from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
 from sllm_runtime.protocol.lives import LIVES_AGE_S
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
@@ -36,6 +37,7 @@ from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.nats import stored as in_stream
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
+from tests.unit.gateway.test_api import events
 from tests.unit.gateway.test_succession import asked
 
 SSE = {"accept": "text/event-stream"}
@@ -1038,6 +1040,59 @@ async def test_one_that_cannot_go_on_says_so(nats: Nats) -> None:
         assert failed["error"]["code"] == "instance_lost"
         assert json.dumps("not resumable")[1:-1] in failed["error"]["message"]
     assert len(gate.runs) == 1
+
+
+async def test_of_one_that_cannot_go_on_it_is_told_and_counted_that_it_failed(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of any other: what is alerted on does not miss what a gateway's death has ended."""
+    gate = Gate()
+    async with world(nats) as w:
+        await w.deploy(manifest("gate"), entry(), script=gate)
+        call = (await w.http.post("/fn/gate", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "RUNNING")
+        monkeypatch.setattr(w.gateway._announcer, "tell", lambda *_, **__: False)  # it is killed, and says nothing
+    async with world(nats) as next_life:
+        await reaches(next_life.http, call, "FAILED")
+        query = {"kind": "call.failed", "call": call}
+        await until(
+            lambda: (
+                'sllm_calls_total{code="instance_lost",function="gate"} 1.0'
+                in next_life.gateway.metrics.text().decode()
+            )
+        )
+        told = [each.data for each in events((await next_life.http.get(f"{API}/events", params=query)).text)]
+        found = [json.loads(each) for each in told if each[0] == "{"]
+    assert [(each["function"], each["version"], each["fields"]) for each in found] == [
+        ("gate", 1, {"code": "instance_lost"})
+    ]
+
+
+async def test_of_one_that_is_gone_on_with_nobody_is_told_that_it_failed(nats: Nats) -> None:
+    """Its gateway stops in order; by `retries` the next life begins it again, and it succeeds."""
+    opened = asyncio.Event()
+
+    async def silent(run: Run) -> None:
+        waiting = [asyncio.ensure_future(event.wait()) for event in (opened, run.cancelled)]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for each in waiting:
+            each.cancel()
+        if not run.cancelled.is_set():
+            run.out(1)
+        run.end(Cancelled("it stops") if run.cancelled.is_set() else None)
+
+    async with world(nats) as w:
+        await w.deploy(manifest("silent", retries=1), entry(), script=silent)
+        call = (await w.http.post("/fn/silent", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "RUNNING")
+        await w.gateway.drain()
+        await until(lambda: w.gateway.calls.get(call) is None, what="its node has ended it")
+    opened.set()
+    async with world(nats, {"silent": silent}) as next_life:
+        await reaches(next_life.http, call, "SUCCEEDED")
+        query = {"kind": "call", "call": call}
+        told = [each.data for each in events((await next_life.http.get(f"{API}/events", params=query)).text)]
+    assert not [each for each in told if "call.failed" in each]
 
 
 async def test_calls_that_find_no_room_in_the_queue_leave_nothing(nats: Nats) -> None:

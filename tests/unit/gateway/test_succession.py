@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from nats.errors import NoRespondersError
 from nats.js.errors import NotFoundError
 
+from sllm.cli import top
 from sllm_gateway.backlog import Backlog
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call, Earlier, Marks, Order
@@ -43,7 +44,7 @@ from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Batch, Began, BodyPart, CallOrder, CancelAsked, Journaled
 from sllm_runtime.protocol.errors import CallMoved, CallNotFound, Cancelled, Draining, InstanceLost, Unavailable
-from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Open, Opened
+from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Open, Opened, Usage
 from sllm_runtime.protocol.limits import ID_END, MAX_MESSAGE, MIB, MOST_IDS
 from sllm_runtime.protocol.lives import (
     BEAT_S,
@@ -839,6 +840,32 @@ async def test_what_a_gateway_left_is_gone_on_with_in_its_numerics_class_alone(n
         assert '"code":"instance_lost"' in answer.text
         assert "computes other bits" in answer.text
         assert not w.node.opened
+
+
+async def test_tokens_that_another_gateway_drew_do_not_come_at_once_when_it_dies(nats: Nats) -> None:
+    """``sllm top`` has its rates of what is counted here, while such a call is open and after its end."""
+    _, call, _ = await left_behind(nats)
+    opened = asyncio.Event()
+
+    async def waits(run: Run) -> None:
+        await opened.wait()
+        for number in range(3, 6):
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (number,))))
+        for number in range(6):
+            run.out(number)
+        run.end(usage=Usage(prompt=1, completion=6))
+
+    async with world(nats, {"tokens": waits}) as w:
+
+        def came() -> float:
+            return top.counts(w.gateway.metrics.text().decode()).get("tokens tokens", 0.0)
+
+        await until(lambda: w.node.opened, what="it is gone on with")
+        before = came()
+        opened.set()
+        await w.http.get(f"/v1/calls/{call}/events")
+        await until(lambda: w.gateway.calls.get(call) is None)
+        assert (before, came()) == (0.0, 3.0)
 
 
 async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:

@@ -1,11 +1,13 @@
 """Words of a command line as arguments."""
 
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm import signature
 from sllm.cli import arguments
 from sllm_runtime.protocol.errors import InvalidArgument
 
@@ -29,6 +31,22 @@ from sllm_runtime.protocol.errors import InvalidArgument
 )
 def test_a_word_means_what_its_parameter_takes(raw: str, schema: dict[str, Any] | None, meant: Any) -> None:
     assert arguments.value(raw, schema) == meant
+
+
+class Bits(StrEnum):
+    FOUR = "4"
+
+
+class Most(IntEnum):
+    ONE = 1
+
+
+def test_a_word_means_what_a_type_takes_that_has_a_name() -> None:
+    def f(bits: Bits, maybe: Bits | None, most: Most, either: Bits | Most) -> None: ...
+
+    schema = signature.input_schema(f)
+    meant = [arguments.value("4", schema["properties"][name], schema["$defs"]) for name in schema["properties"]]
+    assert meant == ["4", "4", 4, 4]
 
 
 @given(st.text())

@@ -101,6 +101,16 @@ def test_include_wins(tmp_path: Path) -> None:
     assert build(tmp_path).files == ("function.py", "notes.md", "w.pt")
 
 
+@pytest.mark.parametrize("ignored", ["data/", "data", "/data/", "data/*", "d*/"])
+def test_include_wins_over_an_ignored_directory(tmp_path: Path, ignored: str) -> None:
+    """Also where that is ignored by default. No more of it travels than was asked for."""
+    include = ["data/a.bin", "dist/*.txt", ".config/deep/x.json"]
+    text = FUNCTION.replace("@model_function\n", f"@model_function(include={include!r})\n")
+    files = {"data/a.bin": "1", "data/b.bin": "2", "dist/x.txt": "3", "dist/y.md": "4", ".config/deep/x.json": "5"}
+    write(tmp_path, {"function.py": text, **files, ".config/y.json": "6", ".sllmignore": ignored})
+    assert build(tmp_path).files == (".config/deep/x.json", "data/a.bin", "dist/x.txt", "function.py")
+
+
 @pytest.mark.parametrize("pattern", ["nothing/*", "w.py", "data"])
 def test_an_include_that_matches_nothing_is_named(tmp_path: Path, pattern: str) -> None:
     text = FUNCTION.replace("@model_function\n", f'@model_function(include=["w.pt", "{pattern}"])\n')

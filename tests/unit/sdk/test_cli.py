@@ -416,6 +416,18 @@ def test_deploy(gateway: Gateway, tmp_path: Path) -> None:
     assert document(here("fn", "deploy", "function.py::hello", "--json"))["notes"] == gateway.notes
 
 
+def test_of_a_link_that_is_left_out_it_is_said_what_it_is(gateway: Gateway, tmp_path: Path) -> None:
+    """Who is told that it leads out of the directory looks for a mistake that is none."""
+    (tmp_path / "function.py").write_text(TEXT)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "m.py").write_text("")
+    (tmp_path / "link").symlink_to("lib")
+    (tmp_path / "out.txt").symlink_to("/etc/hostname")
+    said = here("fn", "deploy", "function.py").stderr
+    assert "chat: link is a link to a directory and is left out; only files are followed\n" in said
+    assert "chat: out.txt is a link to outside its directory and is left out\n" in said
+
+
 def test_nothing_is_deployed_where_one_is_wrong(gateway: Gateway, tmp_path: Path) -> None:
     second = "\n@model_function(memory='much')\ndef second(text: str) -> str:\n    return text\n"
     (tmp_path / "function.py").write_text(TEXT + second)
@@ -970,6 +982,12 @@ def test_a_call_that_has_ended_is_explained_by_its_start(gateway: Gateway) -> No
     gateway.will(Answer(json=nothing))
     said = here("explain", "call-1").stdout
     assert said.startswith("call call-1 is SUCCEEDED\nchat v2: there is no function chat\n")
+    gateway.will(Answer(json=nothing | {"state": None}))  # it waited when its gateway died
+    said = here("explain", "call-1").stdout
+    assert said.startswith("call call-1 is no longer known to any gateway, nor how it ended\n")
+    gateway.will(Answer(json=nothing | {"state": None, "instance": "i"}))
+    said = here("explain", "call-1").stdout
+    assert said.startswith("call call-1 is no longer known to any gateway, nor how it ended; it was on i\n")
 
 
 def test_events_are_shown_as_they_come(gateway: Gateway) -> None:

@@ -228,6 +228,27 @@ def test_an_error_of_the_call_itself_ends_it_wherever_it_is_read(
     assert len(other.read_after) == 1
 
 
+def test_a_reader_that_is_told_to_ask_again_asks_again(gateway: Gateway, other: Gateway, stream: Streams) -> None:
+    """Once it has sent its headers a gateway says so by an event: it is no end of the call, which goes on."""
+    gateway.will(Answer((sse("a", id=0),), breaks=True), Answer())
+    other.reads = [Answer((": heartbeat\n", error(Unavailable("no journal just now"))))]
+    gateway.reads = [Answer((sse("b", id=1), DONE))]
+    assert stream("chat") == ["a", "b"]
+    assert (other.read_after, gateway.read_after) == (["0"], ["0"])
+    assert [path for _, path, _, _ in (*gateway.asked, *other.asked)] == ["/fn/chat"]  # nor is it cancelled
+
+
+def test_a_reader_that_is_told_to_ask_again_makes_no_second_call(
+    gateway: Gateway, other: Gateway, stream: Streams
+) -> None:
+    gateway.will(Answer(breaks=True))
+    other.will(Answer(VALUES))
+    other.reads = [Answer((": heartbeat\n", error(Unavailable("no journal just now"))))]
+    gateway.reads = [Answer(VALUES)]
+    assert stream("chat") == ["a", {"b": [1]}, None]
+    assert [path for _, path, _, _ in (*gateway.asked, *other.asked)] == ["/fn/chat"]
+
+
 def test_a_gateway_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
     gateways, trace, lost = Gateways(("http://a", "http://b")), Trace(call=CALL, broken=True), InstanceLost("gone")
     following, now, asked = Following(gateways), 0.0, []
