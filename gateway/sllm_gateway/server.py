@@ -24,6 +24,8 @@ from sllm_runtime.protocol.limits import MAX_HEAD
 _OFFER: Final = frozenset((b"upgrade", b"http2-settings"))
 CLOSE_AFTER_S: Final = 10.0
 """A client that was too slow may read the error for so long; then its connection is reset."""
+BEHIND: Final = 4 * MAX_HEAD
+"""Bytes behind a request that are read while it is answered: who reads nothing does not hear of its client's end."""
 REST_S: Final = 2.0
 """So long after the drain what is still being written may take: less than a supervisor waits beyond the drain."""
 
@@ -46,6 +48,12 @@ class Connection(HttpToolsProtocol):
     _offers = False
     """Whether these offer an upgrade: it is read again without (``_Parser``)."""
     _look: asyncio.TimerHandle
+    _behind = 0
+    """Bytes that have come while a response is watched."""
+    _freed = False
+    """Whether its client has not taken what a response was freed of (``unblock``)."""
+    _left = 0
+    """Bytes that its client had still to take when it was last looked at, closed already."""
 
     def __init__(self, *args: Any, head_s: float, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -77,6 +85,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse(HeadTooLarge(f"the headers are larger than {MAX_HEAD} bytes; send less"))
         elif self._coming:
             self._head = 0
+        if self._on_lost is not None and self._behind < BEHIND:
+            self._behind += len(data)
+            self.flow.resume_reading()  # uvicorn reads no more once another request has begun
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -120,13 +131,18 @@ class Connection(HttpToolsProtocol):
     def _look_after(self) -> None:
         """Close it if it has waited for the same request since it was last looked at. A connection that waits for its
         next request in good order is left to uvicorn's own timer."""
+        self._look = self.loop.call_later(self._head_s, self._look_after)
+        if self.transport.is_closing():  # else who wants it closed, and takes nothing, keeps it for ever
+            left, self._left = self._left, self.transport.get_write_buffer_size()
+            if 0 < self._left == left:
+                self.transport.abort()
+            return
         served = self.cycle
         waits = (served is None or served.response_complete) and self.timeout_keep_alive_task is None
         if waits and self._served is served:
             self._refuse(HeadTimeout(f"no request was here after {self._head_s:g} s; connect when there is one"))
             return
         self._served = served if waits else self
-        self._look = self.loop.call_later(self._head_s, self._look_after)
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets an error of ours as well."""
@@ -149,7 +165,7 @@ class Connection(HttpToolsProtocol):
     @contextlib.contextmanager
     def watched(self, on_lost: Callable[[], None]) -> Iterator[None]:
         """Call ``on_lost`` if the client goes away inside, at once if it has gone."""
-        self._on_lost = on_lost
+        self._on_lost, self._behind = on_lost, 0
         self.flow.resume_reading()  # a large body may have paused it, and what is not read has no end
         if self._lost:
             on_lost()
@@ -178,7 +194,18 @@ class Connection(HttpToolsProtocol):
 
     def unblock(self) -> None:
         """Let a response that waits for this client write its end: it goes to the buffer, however full that is."""
-        self.resume_writing()
+        self._freed = self._freed or self.flow.write_paused
+        self.flow.resume_writing()
+
+    def resume_writing(self) -> None:
+        self._freed = False  # the client took it
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """After a response that was freed there is no other: nothing would hold that back."""
+        if self._freed:
+            self.transport.close()
+        super().on_response_complete()
 
     def abort_after(self, seconds: float) -> None:
         """Reset the connection if the client has not taken what is buffered in ``seconds``."""

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 STOP_S: Final = 1.0
 """Beyond its grace a worker that was told to stop has this long."""
+PARTED_S: Final = 5.0
+"""Number 0 has lost another process while they began: how that one ended says better why, and is known by then."""
 
 
 class Instance:
@@ -48,6 +50,8 @@ class Instance:
         self._began = around.clock()
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
+        self._parted = False
+        """Whether it failed to begin since another of its processes is gone."""
         self._stop_reason: str | None = None
         self._stopped_at: float | None = None
         """When it was told to end."""
@@ -227,7 +231,8 @@ class Instance:
             await asyncio.gather(feeder, return_exceptions=True)
         end = await ended(sandbox)
         output.drain()  # its last lines belong to the error
-        self._died(end)
+        if not self._parted:
+            self._died(end)
 
     def _on_message(self, payload: bytes, work: Work) -> None:
         message = codec.unpack(FromWorker, payload)
@@ -245,12 +250,21 @@ class Instance:
             case Ready() as ready:
                 self._on_ready(ready, work)
             case Failed() as failed:
-                self._conclude(verdicts.failed(clip_error(failed.error).to_error(), self._account.stage))
+                self._fails(clip_error(failed.error).to_error())
             case other:
                 if self._state is InstanceState.STARTING:
                     raise ProtocolError(f"{type(other).__name__} before the worker is ready")
                 if work.on_message(other):
                     self._around.counted()
+
+    def _fails(self, error: SllmError) -> None:
+        verdict = verdicts.failed(error, self._account.stage)
+        starting, several = self._state is InstanceState.STARTING, len(self._sandboxes) > 1
+        if starting and several and isinstance(error, InstanceLost):
+            self._parted = True
+            asyncio.get_running_loop().call_later(PARTED_S, self._conclude, verdict)
+        else:
+            self._conclude(verdict)
 
     def _on_stage(self, stage: Stage) -> None:
         if self._state is InstanceState.STARTING:

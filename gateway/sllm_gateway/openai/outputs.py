@@ -77,8 +77,13 @@ def completion_logprobs(entries: Iterable[TokenLogprob], offset: int) -> dict[st
         likeliest = None if entry.logprob is None else _by_text((*entry.top, (entry.token, entry.logprob)))
         view["top_logprobs"].append(likeliest)
         view["text_offset"].append(offset)
-        offset += len(entry.token)
+        offset += _characters(entry)
     return view
+
+
+def _characters(entry: TokenLogprob) -> int:
+    """Of the text that begin with it: a part of one is shown as U+FFFD, and counts where its first byte is."""
+    return sum(byte & 0xC0 != 0x80 for byte in entry.raw[0]) if entry.raw else len(entry.token)
 
 
 def _by_text(tokens: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -150,7 +155,7 @@ class CompletionStream(_Chunks):
         if delta.logprobs:
             offset = self._offsets.get(delta.choice, 0)
             logprobs = _json(completion_logprobs(delta.logprobs, offset))
-            self._offsets[delta.choice] = offset + sum(len(entry.token) for entry in delta.logprobs)
+            self._offsets[delta.choice] = offset + sum(map(_characters, delta.logprobs))
         finish = _json(delta.finish)
         return b'{"text":%s,"index":%d,"logprobs":%s,"finish_reason":%s}' % (
             _json(delta.text), delta.choice, logprobs, finish,

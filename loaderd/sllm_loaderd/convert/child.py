@@ -28,6 +28,8 @@ from sllm_loaderd.convert.directory import write_checkpoint
 from sllm_loaderd.convert.remote import take_index
 from sllm_loaderd.files import FULL
 from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
+from sllm_loaderd.sources.attempts import changed
+from sllm_loaderd.sources.directory import DirectorySource
 from sllm_loaderd.sources.fetch import Progress, forget, resolve
 from sllm_loaderd.sources.listing import is_partition
 from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
@@ -82,6 +84,7 @@ def bring(
     """
     source = open_source(uri, SourceSettings(peer_token=os.environ.get(PEER_TOKEN, "")))
     with contextlib.closing(source):
+        before = source.entries() if isinstance(source, DirectorySource) else []
         fingerprint = source.fingerprint()
         if fingerprint == known or (known and fingerprint.startswith("offline:")):
             return ChildOutcome("", fingerprint)
@@ -101,7 +104,11 @@ def bring(
                 sys.stderr.write(f"{uri} is converted first: {reason}\n")
             else:
                 return ChildOutcome(digest, fingerprint, tuple(e for e in entries if e.name.endswith(".safetensors")))
-        return _converted(source, fingerprint, staging, cache, turn)
+        outcome = _converted(source, fingerprint, staging, cache, turn)
+        # It waited for its turn and read for minutes, and nobody keeps a local directory as it was meanwhile.
+        if before and source.entries() != before:
+            raise changed(uri, "its files are others than when its conversion began")
+        return outcome
 
 
 def _named(uri: str) -> str:

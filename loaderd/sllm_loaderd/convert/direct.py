@@ -118,10 +118,10 @@ def _read_headers(source: Source, entries: Sequence[Entry], progress: Callable[[
     by_name = {entry.name: entry for entry in entries}
     wanted: Mapping[str, str] | None = None
     names = sorted(name for name in by_name if name.endswith(".safetensors"))
-    if _SHARDS in by_name:
-        wanted, names = decode_shard_index(_read_whole(source, by_name[_SHARDS], MAX_INDEX), _SHARDS)
-    elif "model.safetensors" in by_name:
+    if "model.safetensors" in by_name:  # as in a conversion (``source_files``)
         names = ["model.safetensors"]
+    elif _SHARDS in by_name:
+        wanted, names = decode_shard_index(_read_whole(source, by_name[_SHARDS], MAX_INDEX), _SHARDS)
     if not names:
         raise UnsupportedModel(f"{source.uri} has no safetensors, which alone are loaded without a conversion")
     found = _Files()

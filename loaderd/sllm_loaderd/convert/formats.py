@@ -28,11 +28,10 @@ def source_files(path: Path) -> tuple[str, list[Path]]:
     if {INDEX_NAME, partition_name(0)} <= set(names):
         raise InvalidCheckpoint(f"{path} is converted already: deploy it as it is, or convert what it was made of anew")
     for kind, suffix, stem in _STEMS:
-        index = f"{stem}{suffix}.index.json"
-        if index in names:
-            return kind, [path / index]
-        if f"{stem}{suffix}" in names:
-            return kind, [path / f"{stem}{suffix}"]
+        # One file goes before an index, as with transformers, whose save_pretrained leaves that of former shards there.
+        for name in (f"{stem}{suffix}", f"{stem}{suffix}.index.json"):
+            if name in names:
+                return kind, [path / name]
         weights = [name for name in names if name.endswith(suffix) and not name.startswith(_NO_WEIGHTS)]
         if weights:
             return kind, [path / name for name in weights]

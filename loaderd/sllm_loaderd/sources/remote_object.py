@@ -47,7 +47,7 @@ class RemoteObject:
 
     def _attempt(self, span: Span) -> None:
         """One range request for what is left of ``span``; where the server moves us to is remembered."""
-        for _ in range(self._remote.limits.redirects + 1):
+        for hop in range(self._remote.limits.redirects + 1):
             at = self._at
             moved: list[str] = []
             what = self._what(span)
@@ -56,7 +56,8 @@ class RemoteObject:
             try:
                 self._remote.exchange("GET", at, self._headers(span), what, take)
             except SllmError:
-                if at == self._url:
+                if at == self._url or hop:  # where we have just been sent to
+                    self._at = self._url
                     raise
                 self._at = self._url  # where we had been sent to is closed to us by now: ask again where to go
                 place = at.partition("?")[0]  # the rest may be what opens it

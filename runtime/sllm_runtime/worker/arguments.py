@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import msgspec
@@ -60,7 +60,7 @@ class Arguments:
         try:
             record = self._model.model_validate(given)
         except ValidationError as error:
-            raise _refused(error) from error
+            raise _refused(error, given) from error
         values = {name: getattr(record, key) for key, name in self._names.items() if key in record.model_fields_set}
         return values | (record.model_extra or {})
 
@@ -72,9 +72,9 @@ def _given(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _refused(error: ValidationError) -> InvalidArgument:
+def _refused(error: ValidationError, given: dict[str, Any]) -> InvalidArgument:
     first = error.errors(include_url=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
+    path = ".".join(str(part) for part in _place(first["loc"], given, lacks=first["type"] == _MISSING))
     if first["type"] == _MISSING:
         text = f"argument '{path}' is missing"
     elif first["type"] == _EXTRA:
@@ -83,3 +83,14 @@ def _refused(error: ValidationError) -> InvalidArgument:
         text = f"argument '{path}': {first['msg']} (given: {first['input']!r:.80})"
     more = error.error_count() - 1
     return InvalidArgument(text + (f", and {more} more" if more else ""), field=path)
+
+
+def _place(loc: tuple[int | str, ...], given: Any, *, lacks: bool) -> Iterator[int | str]:
+    """Without pydantic's names for the members of a union: where in ``given`` it is, or what lacks there."""
+    for number, part in enumerate(loc, 1):
+        within = range(len(given)) if isinstance(given, list) else given if isinstance(given, dict) else ()
+        if part in within:
+            given = given[part]
+            yield part
+        elif lacks and number == len(loc):
+            yield part

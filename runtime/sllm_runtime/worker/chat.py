@@ -18,6 +18,7 @@ from jinja2.utils import Namespace
 from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.worker.call import current
 from sllm_runtime.worker.tools.forms import Form, form_of
+from sllm_runtime.worker.words import sendable
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -77,7 +78,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it may fail by anything
             why = f"the model's chat template fails: {type(error).__name__}: {error}"
             raise InvalidRequest(why, field="messages") from error
-        return text
+        return sendable(text)  # arguments of earlier calls may hold half an emoji, as JSON lets them
 
     def _check_read(self, tools: Sequence[Any] | None, more: Mapping[str, Any]) -> None:
         if tools and "tools" not in self._variables:

@@ -47,7 +47,7 @@ class Shown:
         if raw is not None:
             return raw.decode(errors="replace"), raw
         text = self._tokens.text_of(token)
-        return text, text.encode()
+        return text, b"" if self._vocabulary.special(token) else text.encode()  # no text shows it
 
 
 _TEXT: Final = 8 * KIB

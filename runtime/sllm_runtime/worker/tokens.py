@@ -129,6 +129,11 @@ class Vocabulary:
         known = self.readable
         return None if known is None or known.is_special_token(token) else bytes(known.decode_bytes([token]))
 
+    def special(self, token: int) -> bool:
+        """Whether no text shows ``token``, as far as that is known."""
+        known = self.readable
+        return known is not None and known.is_special_token(token)
+
     @cached_property
     def readable(self) -> LLTokenizer | None:
         """``grammars``, where there are any. The first time takes a second where the vocabulary is large."""

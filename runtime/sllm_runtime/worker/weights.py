@@ -151,7 +151,8 @@ def bind(module: nn.Module, tensors: CheckpointTensors, dtype: torch.dtype) -> N
         prefix = f"{path}." if path else ""
         for slots in (part._parameters, part._buffers):
             for leaf, old in slots.items():
-                record = tensors.find(prefix + leaf) if old is not None else None
+                loaded = old is not None and leaf not in part._non_persistent_buffers_set
+                record = tensors.find(prefix + leaf) if loaded else None
                 if old is None or record is None:
                     missing.extend([prefix + leaf] if old is not None and old.is_meta else [])
                     if old is not None and not old.is_meta and old.device != device:
@@ -161,7 +162,7 @@ def bind(module: nn.Module, tensors: CheckpointTensors, dtype: torch.dtype) -> N
                     raise InvalidCheckpoint(f"tensor {record.name!r} has shape {record.shape}, the module wants "
                                             f"{tuple(old.shape)}", field=record.name)  # fmt: skip
                 if record.name not in bound:
-                    bound[record.name] = cast(prefix + leaf, tensors.tensor(record))
+                    bound[record.name] = cast(prefix + leaf, old.dtype, tensors.tensor(record))
                 slots[leaf] = bound[record.name] if slots is part._parameters else bound[record.name].data
     _tie(module, missing)
     _check_complete(module)
@@ -181,16 +182,17 @@ def _one_device(tensors: CheckpointTensors) -> torch.device:
 
 
 class _Casts:
-    """Which dtype a tensor of the module is to have: transformers keeps some modules in float32."""
+    """Which dtype a tensor of the module is to have: transformers keeps some modules in float32, and a class makes some
+    of its tensors in a dtype of their own."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._dtype = dtype
         plan: dict[str, torch.dtype] = getattr(module, "_get_dtype_plan", lambda _: {})(dtype)
         self._plan = [(re.compile(rf"(^|\.){pattern}(\.|$)"), wanted) for pattern, wanted in plan.items()]
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> nn.Parameter:
-        wanted = next((dtype for pattern, dtype in self._plan if pattern.search(name)), self._dtype)
-        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.dtype != wanted:
+    def __call__(self, name: str, made: torch.dtype, tensor: torch.Tensor) -> nn.Parameter:
+        wanted = next((dtype for pattern, dtype in self._plan if pattern.search(name)), made)
+        have = tensor.dtype
+        if wanted.is_floating_point and have.is_floating_point and have.itemsize > 1 and have != wanted:
             tensor = tensor.to(wanted)
         return nn.Parameter(tensor, requires_grad=False)
 

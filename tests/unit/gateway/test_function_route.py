@@ -96,6 +96,8 @@ async def test_bodies_and_values_of_many_parts_arrive_whole(nats: Nats) -> None:
         ("/fn/typed", b'{"text": 1}', 422, "invalid_argument", "text"),
         ("/fn/typed", b'{"text": "a", "many": [{"x": "b"}]}', 422, "invalid_argument", "many[0].x"),
         ("/fn/typed", b'{"text": "a", "other": 1}', 422, "invalid_argument", "other"),
+        ("/fn/typed", b'{"text": ' + b"[" * 300 + b"]" * 300 + b"}", 422, "invalid_argument", None),
+        ("/fn/typed", b'{"text": "a", "other": ' + b"[" * 300 + b"]" * 300 + b"}", 422, "invalid_argument", None),
         ("/nowhere", b"", 404, "not_found", None),
     ],
 )

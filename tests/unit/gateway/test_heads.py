@@ -13,7 +13,7 @@ from sllm_gateway.server import Connection
 from sllm_runtime.protocol.limits import MAX_HEAD
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, World, entry, manifest, world
+from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
 
 SOON_S = 0.1
 ASKED = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -185,6 +185,35 @@ async def test_a_stream_ends_with_its_client_also_where_another_request_waits_be
         await until(lambda: len(w.gateway._tasks) == 0, what="nobody reads for it any more")
 
 
+@pytest.mark.parametrize(
+    "behind", [ASKED, b"POST /fn/hang HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + b" " * 99_999]
+)
+async def test_so_does_any_call_also_where_that_comes_later(nats: Nats, behind: bytes) -> None:
+    """Nothing is written to who waits for a whole answer: that its client has gone has to be read."""
+    async with world(nats) as w:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+        async with connected(w) as sock:
+            await send(sock, b"POST /fn/hang HTTP/1.1\r\nhost: x\r\n\r\n")
+            await until(lambda: len(w.node.runs) == 1, what="it runs")
+            await send(sock, behind)
+            await asyncio.sleep(SOON_S)
+        await until(lambda: w.node.cancels, 5, what="its work is cancelled")
+
+
+async def test_what_comes_behind_a_call_is_not_read_without_end(nats: Nats) -> None:
+    async with world(nats) as w, connected(w) as sock:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+        await send(sock, b"POST /fn/hang HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: len(w.node.runs) == 1, what="it runs")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(
+                send(
+                    sock, b"POST /fn/hang HTTP/1.1\r\nhost: x\r\ncontent-length: 30000000\r\n\r\n" + b" " * 30_000_000
+                ),
+                2,
+            )
+
+
 async def test_what_is_asked_of_no_path_is_refused(nats: Nats) -> None:
     async with world(nats) as w, connected(w) as sock:
         await send(sock, b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -247,3 +276,62 @@ async def test_a_head_behind_a_large_body_in_one_read_is_not_as_large_as_that(na
                     sent += len(part)
                     await until(partial(lambda total: sum(seen) >= total, sent), what="it is read")
             assert await until_answered(sock, b"ok\n")
+
+
+# --- what a client does not take --------------------------------------------------------------------
+STREAM = b"POST /fn/flood HTTP/1.1\r\nhost: x\r\naccept: text/event-stream\r\n"
+
+
+async def flood(run: Run) -> None:
+    while not run.cancelled.is_set():
+        run.out("x" * 100_000)
+        await run.room()
+        await asyncio.sleep(0)
+    run.end()
+
+
+@contextlib.asynccontextmanager
+async def stuck(w: World, asked: bytes) -> AsyncIterator[tuple[Connection, socket.socket]]:
+    """A client that has taken nothing of a stream, whose call is then cancelled by somebody."""
+    with pytest.MonkeyPatch.context() as patch:
+        made, begin = dict[object, Connection](), Connection.connection_made
+
+        def noted(connection: Connection, transport: asyncio.Transport) -> None:
+            begin(connection, transport)
+            made[transport.get_extra_info("peername")] = connection
+
+        patch.setattr(Connection, "connection_made", noted)
+        async with connected(w) as sock:
+            await send(sock, asked)
+            await until(lambda: len(w.node.runs) == 1, what="it runs")
+            (run,) = w.node.runs.values()
+            call = w.gateway.calls.get(run.head.call)
+            assert call is not None
+            await until(lambda: call.writing is not None and run.outbox.blocked, what="nobody takes it")
+            await w.http.post(f"/v1/calls/{call.id}/cancel")
+            yield made[sock.getsockname()], sock
+
+
+async def test_a_stream_behind_one_that_nobody_took_does_not_fill_the_memory(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("flood"), entry(), script=flood)
+        async with stuck(w, 2 * (STREAM + b"\r\n")) as (connection, _):
+            await asyncio.sleep(1)
+            assert connection.transport.get_write_buffer_size() < 2 * w.gateway.settings.window
+
+
+async def test_a_connection_that_is_to_be_closed_is_so_though_nobody_takes_its_end(nats: Nats) -> None:
+    async with world(nats, head_timeout=SOON_S) as w:
+        await w.deploy(manifest("flood"), entry(), script=flood)
+        async with stuck(w, STREAM + b"connection: close\r\n\r\n") as (connection, _):
+            await until(lambda: connection._lost, what="it is closed")
+
+
+async def test_one_whose_client_takes_its_end_slowly_has_all_of_it(nats: Nats) -> None:
+    async with world(nats, head_timeout=SOON_S) as w:
+        await w.deploy(manifest("flood"), entry(), script=flood)
+        async with stuck(w, STREAM + b"connection: close\r\n\r\n") as (_, sock):
+            answer = await rest(sock)
+    assert answer.endswith(b"\r\n0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b'"code":"cancelled"' in answer

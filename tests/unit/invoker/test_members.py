@@ -75,6 +75,18 @@ async def test_a_process_that_cannot_begin_fails_the_start_in_its_own_words(node
     await freed(node)
 
 
+async def test_one_that_dies_while_they_begin_is_told_as_that_whoever_says_first_that_it_is_gone(
+    node: NodeUnderTest,
+) -> None:
+    """Number 0 sees but the end of its connection, and may before the invoker knows how a process ended.
+    ``instance_lost`` of a start has no back-off, and says nothing of memory."""
+    status = await node.reaches(await node.begin("parted otherdie", parallelism=TWO), InstanceState.FAILED)
+    assert status.error is not None
+    assert (status.error.code, status.error.stage) == ("start_failed", "import")
+    assert "SIGKILL" in status.error.message
+    await freed(node)
+
+
 # --- sockets --------------------------------------------------------------------------------------
 def reached(fds: tuple[tuple[int, ...], ...], sender: int, edge: int) -> list[tuple[int, int]]:
     """Which members' edges a byte comes out of that ``sender`` puts into its ``edge``."""

@@ -369,3 +369,24 @@ def test_arrays_come_back_as_numpy_wrote_them(tmp_path: Path) -> None:
     for name, value in arrays.items():
         np.testing.assert_array_equal(tensors[name].numpy(), value)
     assert memory.HUGE_PAGE == 2 * 2**20
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["shards are there", "shards are gone"])
+def test_one_file_beside_the_index_of_former_shards_is_the_model(stays: bool, tmp_path: Path) -> None:
+    """save_pretrained in shards, then again in one: it leaves the index there, and from_pretrained takes the one."""
+    from tests.fixtures.models import llama
+
+    shards, source = tmp_path / "shards", tmp_path / "hf"
+    llama().save_pretrained(shards, max_shard_size="60KB")
+    llama().save_pretrained(source, max_shard_size="60KB")
+    second = llama()
+    second.save_pretrained(source)
+    assert (source / "model.safetensors.index.json").exists()
+    if stays:
+        for file in shards.glob("model-*.safetensors"):
+            shutil.copyfile(file, source / file.name)
+    theirs = type(second).from_pretrained(source)
+    assert torch.equal(theirs.lm_head.weight, second.lm_head.weight)
+    convert_directory(source, tmp_path / "checkpoint")
+    found = bound(open_checkpoint(tmp_path / "checkpoint"))
+    assert torch.equal(found["lm_head.weight"], second.lm_head.weight)

@@ -22,9 +22,11 @@ from safetensors.numpy import save_file
 
 from sllm_loaderd.client import LoaderSession
 from sllm_loaderd.convert.direct import index_directly
+from sllm_loaderd.daemon.registration import Registrations
 from sllm_loaderd.devices.tensors import bind
 from sllm_loaderd.learnt import LearntDigests
 from sllm_loaderd.sources import open_source
+from sllm_loaderd.store import ModelStore
 from sllm_loaderd.verify import open_checkpoint
 from sllm_runtime.protocol.checkpoint import (
     BLOCK_ALIGN,
@@ -399,3 +401,44 @@ async def test_what_a_hubs_model_was_when_it_was_registered_is_what_loads_read(
         server.moved = tmp_path / "two"
         async with loaderd(tmp_path, **POOL) as daemon:
             same(await loaded(daemon, info.model), arrays)
+
+
+class _NothingHeld:
+    """``Held`` of a node whose pool has nothing of any model."""
+
+    async def loaded(self, *_: Any) -> None:
+        """At once."""
+
+    async def hand_over(self, *_: Any) -> None:
+        """Nothing."""
+
+
+async def test_a_conversion_of_other_weights_never_stands_for_a_model(tmp_path: Path) -> None:
+    """The directory is saved anew while the conversion waits for its turn behind another one."""
+    sharded(tmp_path / "model")
+    store = ModelStore(tmp_path / "data", ssd_bytes=0)
+    held: Any = _NothingHeld()
+    registrations = Registrations(store, 1, held, WAIT)
+    try:
+        turns = registrations._turns
+        await turns.acquire()  # another model is converted
+        digest = await registrations.register(str(tmp_path / "model"), lambda *_: None, CONVERT_LATER)
+
+        async def waits() -> bool:
+            return turns.locked() and bool(turns._waiters)
+
+        await until(waits, what="it waits for its turn")
+        file = tmp_path / "model" / "model-2.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-4:] = b"\0\0\0\0" if data[-4:] != b"\0\0\0\0" else b"\0\0\1\1"
+        file.write_bytes(data)
+        turns.release()
+
+        async def ended() -> bool:
+            return not registrations._later
+
+        await until(ended, what="the conversion ends")
+        assert store.replacement(digest) is None
+    finally:
+        await registrations.close()
+        store.close()

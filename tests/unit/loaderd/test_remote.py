@@ -344,6 +344,25 @@ def test_https_is_read_and_resumed_and_an_unknown_certificate_refused(
 def test_where_a_hub_sends_us_to_is_told_without_what_opens_it(server: RangeServer) -> None:
     """A hub answers with an address that is signed for an hour: it stands in no error, event or record."""
     server.script.extend([f"to {server.url}/weights.bin?X-Amz-Signature=opensesame", "status 403"] * PATIENT.attempts)
-    with opened(server) as source, pytest.raises(Unavailable) as told:
+    with opened(server) as source, pytest.raises(SllmError) as told:
         read(source, 0, 50)
     assert "opensesame" not in told.value.message
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "text"),
+    [
+        ("status 403", Forbidden, "refused with 403"),
+        ("status 404", ModelNotFound, "not there"),
+        ("status 412", Conflict, "has changed"),
+        ("bigger", Conflict, f"has {SIZE + 1} bytes, not {SIZE}"),
+    ],
+)
+def test_a_refusal_behind_a_redirect_is_said_as_what_it_is(
+    server: RangeServer, word: str, error: type[SllmError], text: str
+) -> None:
+    """By where we have just been sent to: asked again it sends us there again."""
+    server.script.extend([f"to {server.url}/weights.bin?signed", word] * 10)
+    with opened(server) as source, pytest.raises(error, match=text):
+        read(source, 5, 1000)
+    assert len(server.ranges) <= 4

@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from sllm_loaderd.convert import child
 from sllm_loaderd.convert.child import bring
 from sllm_loaderd.files import open_source_file
 from sllm_loaderd.sources import open_source
 from sllm_loaderd.sources.fetch import resolve
-from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
+from sllm_runtime.protocol.errors import Conflict, Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
 from tests.fixtures.loaderd import loaderd, numbers_model
 from tests.fixtures.sources import COMMIT, TOKEN, hub, object_store, s3_settings
 from tests.fixtures.waiting import GIVE_UP_S
@@ -245,3 +248,28 @@ def test_what_is_no_source_is_refused_with_what_would_be_one(uri: str) -> None:
         open_source(uri)
     assert issubclass(Forbidden, SllmError)
     assert issubclass(Unavailable, SllmError)
+
+
+@pytest.mark.parametrize("when", ["while it waits for its turn", "while it is read"])
+def test_a_directory_that_changes_while_it_is_converted_is_refused(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a mixture of two models is what it was registered as, or the second one under the first one's name."""
+    model = tmp_path / "model"
+    for name, fill in (("first", 1.0), ("second", 2.0)):
+        save_file({f"layers.{n}.weight": np.full((1 << 20,), fill, np.float32) for n in range(8)}, tmp_path / name)
+    model.mkdir()
+    shutil.copyfile(tmp_path / "first", model / "model.safetensors")
+    waiting = when == "while it waits for its turn"
+    saved: list[bool] = []
+
+    def save_again() -> None:
+        if not saved:
+            saved.append(True)
+            (model / "model.safetensors").write_bytes((tmp_path / "second").read_bytes())  # in place, as torch saves
+
+    if not waiting:
+        monkeypatch.setattr(child, "_reporter", lambda stage: lambda done, total: save_again())
+    with pytest.raises(Conflict, match="has changed"):
+        bring(str(model), tmp_path / "staging", tmp_path / "cache", "", turn=save_again if waiting else lambda: None)
+    assert saved

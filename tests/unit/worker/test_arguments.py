@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 import pytest
+from pydantic import BaseModel
 
 from sllm_runtime.protocol.errors import InvalidArgument
 from sllm_runtime.worker.handler import bind
@@ -45,3 +49,30 @@ def test_there_is_no_such_argument(function: Any, wrong: str) -> None:
 def test_they_are_names_like_others_where_nothing_has_them(function: Any, name: str) -> None:
     bound = bind(function, None)
     assert bound.call(**bound.arguments.convert({name: 1})) == {name: 1}
+
+
+class Meeting(BaseModel):
+    at: datetime
+
+
+def unions(
+    when: datetime | int = 0, ids: dict[str, UUID | int] | None = None, whom: list[Meeting | int] | None = None
+) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"when": "soon"}, "when"),
+        ({"when": {}}, "when"),
+        ({"ids": {"a": "b"}}, "ids.a"),
+        ({"whom": [1, {"at": "soon"}]}, "whom.1.at"),
+        ({"whom": [{}]}, "whom.0.at"),
+        ({"what": 1}, "what"),
+    ],
+)
+def test_a_wrong_argument_is_named_as_its_caller_gave_it(given: dict[str, Any], field: str) -> None:
+    """Of what a gateway cannot tell: JSON Schema's formats."""
+    with pytest.raises(InvalidArgument) as refused:
+        bind(unions, None).arguments.parse(json.dumps(given).encode())
+    assert refused.value.field == field

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
+from sllm_gateway.openai.outputs import completion_logprobs
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.frames import Delta, TokenLogprob
 from sllm_runtime.protocol.limits import MAX_PART
@@ -46,6 +47,19 @@ def test_a_word_and_the_same_behind_a_space_are_two(make: Make) -> None:
     (told,) = show([TokenChoice(spaced, -0.5, ((spaced, -0.5), (alone, -1.0), (EOS, -2.0)))])
     assert (told.token, told.top) == (" a", ((" a", -0.5), ("a", -1.0), ("</s>", -2.0)))
     assert (show.first(EOS).token, show.first(spaced).logprob) == ("</s>", None)
+
+
+@KINDS
+def test_offsets_are_those_of_the_text(make: Make) -> None:
+    """Also behind what it does not show, as the token that begins it, and behind a character of several tokens."""
+    tokens, show = shown(make)
+    told = show([TokenChoice(token, -1.0) for token in (EOS, *tokens.encode("a🦙 wor b"))])
+    offsets, text = completion_logprobs(told, 0)["text_offset"], b"".join(map(raw, told)).decode()
+    assert text.lstrip() == "a🦙 wor b"
+    assert [text[at:].startswith(each.token) for at, each in zip(offsets, told, strict=True) if not each.raw] == [
+        True
+    ] * (len(told) - 5)
+    assert offsets[:2] == [0, 0]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_shown_as_it_decodes() -> None:

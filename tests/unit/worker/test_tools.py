@@ -117,6 +117,22 @@ def test_what_is_written_is_read(form: Form, data: st.DataObject) -> None:
     assert read(form, pieces, most=1)[1] == found[:1]
 
 
+@pytest.mark.parametrize(
+    ("form", "output", "expected"),
+    [
+        (HERMES, r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>', r'{"a": "\ud83d"}'),
+        (LLAMA, r'{"name": "f", "parameters": "{\"a\": \"\ud83d\"}"}', r'{"a": "\ud83d"}'),
+        (HERMES, r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>', "{}"),
+    ],
+)
+def test_half_a_character_that_is_written_as_an_escape_stays_one(form: Form, output: str, expected: str) -> None:
+    """It has no UTF-8: as a character of its own no frame would take it, and the call would fail."""
+    text, ((_, name, arguments),) = read(form, [output])
+    assert (text, arguments) == ("", expected)
+    assert name.encode().startswith(b"f")
+    assert isinstance(json.loads(arguments.encode()), dict)
+
+
 @FORMS
 @given(pieces=st.lists(st.text(st.sampled_from('<tol_ca>[TOOL_CALLS]{}":,x \n'), max_size=8), max_size=8))
 @example(pieces=["<tool_call>", '{"', 'x":1}'])
@@ -224,7 +240,8 @@ def test_calls_that_cannot_be_asked_for() -> None:
 
 
 # --- in a worker ------------------------------------------------------------------------------------
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}in <tool_call> tags{% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+TEMPLATE += "{% endfor %}{% endfor %}{% if tools %}in <tool_call> tags{% endif %}"
 SOURCE = "def fn(model):\n    yield 1\n"
 
 
@@ -245,6 +262,15 @@ def caller(zygote: Zygote, loader: Any, tmp_path_factory: pytest.TempPathFactory
 def chat(worker: Worker, **body: Any) -> Answer:
     messages = [{"role": "user", "content": "def f"}]
     return worker.run({"model": "m", "messages": messages, "seed": 3, "tools": FUNCTIONS, **body}, kind="chat")
+
+
+def test_a_conversation_goes_on_behind_a_call_with_half_a_character(caller: Worker) -> None:
+    """The model wrote it, as an escape, and its caller sends back what it got."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": r'{"x": "\ud83d"}'}}
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answer = chat(caller, messages=[*said, {"role": "tool", "tool_call_id": "call_1", "content": "1"}], max_tokens=4)
+    assert answer.end is not None
+    assert answer.end.error is None, answer.end.error.message
 
 
 def test_an_answer_calls_as_it_is_asked_to(caller: Worker) -> None:

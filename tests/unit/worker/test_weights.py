@@ -236,3 +236,90 @@ def test_a_model_that_cannot_run_fails_the_start(
     error = worker.fail(made, source, workdir=tmp_path / "w", session=loader.grant(tmp_path / "hf"))
     assert (error.code, error.stage, error.status) == ("unsupported_model", "weights", 422)
     assert "NewForCausalLM" in error.message
+
+
+def own_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    return {name: t.dtype for name, t in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _esm() -> Any:
+    sizes: Any = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    own: Any = {"intermediate_size": 48, "max_position_embeddings": 128, "pad_token_id": 1, "mask_token_id": 2}
+    return transformers.EsmForMaskedLM(transformers.EsmConfig(**sizes, **own, position_embedding_type="rotary"))
+
+
+def _olmo_hybrid() -> Any:
+    sizes: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    own: Any = {"num_attention_heads": 4, "num_key_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    more: Any = {"linear_num_value_heads": 2, "linear_value_head_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
+    kinds = ["linear_attention", "full_attention"]
+    return transformers.OlmoHybridForCausalLM(
+        transformers.OlmoHybridConfig(**sizes, **own, **more, pad_token_id=0, layer_types=kinds)
+    )
+
+
+@pytest.mark.parametrize("make", [_esm, _olmo_hybrid])
+def test_what_a_class_makes_in_a_dtype_of_its_own_stays_in_it(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Rotary frequencies, decays of a state: rounded to bfloat16 they are other ones."""
+    torch.manual_seed(0)
+    made = make()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    made.save_pretrained(tmp_path / "hf")
+    module = Checkpoint(tmp_path / "hf", tmp_path / "ck").module(dtype="bfloat16")
+    expected = type(made).from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).eval()
+    assert own_dtypes(module) == own_dtypes(expected)
+    assert torch.equal(logits(module), logits(expected))
+
+
+class Mixed(nn.Module):
+    """Weights in one dtype, a router and its scale in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.zeros(64, dtype=torch.float32), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_module_of_several_dtypes_has_them_and_every_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "hf").mkdir()
+    state = {"weight": torch.randn(64, 64).to(dtype), "scale": torch.randn(64) / 1000}
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    tensors = Checkpoint(tmp_path / "hf", tmp_path / "ck").tensors()
+    wanted = weights.compute_dtype("auto", {}, tensors)
+    module = weights.build_custom(lambda: Mixed(dtype), {}, wanted)
+    weights.bind(module, tensors, wanted)
+    assert {name: t.dtype for name, t in module.state_dict().items()} == {n: t.dtype for n, t in state.items()}
+    assert torch.equal(module.state_dict()["scale"], state["scale"])
+
+
+class Rotary(nn.Module):
+    """Frequencies that are no part of its state: computed, never loaded."""
+
+    freqs: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("freqs", 1.0 / (1e4 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8)), persistent=False)
+
+
+def test_a_buffer_that_is_no_part_of_a_modules_state_is_not_taken_from_files(tmp_path: Path) -> None:
+    """As old files have it: masks and rounded rotary frequencies. load_state_dict and transformers leave them out."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "hf").mkdir()
+    reference = Rotary().bfloat16()
+    save_file({**reference.state_dict(), "freqs": reference.freqs}, tmp_path / "hf" / "model.safetensors")
+    tensors = Checkpoint(tmp_path / "hf", tmp_path / "ck").tensors()
+    module: Any = weights.build_custom(Rotary, {}, torch.bfloat16)
+    computed = module.freqs.clone()
+    weights.bind(module, tensors, torch.bfloat16)
+    assert module.freqs.dtype is computed.dtype
+    assert torch.equal(module.freqs, computed)
+    assert torch.equal(module.linear.weight, reference.linear.weight)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Final
 
 from sllm_runtime.protocol.frames import ToolDelta
+from sllm_runtime.worker.words import sendable
 
 _ARGUMENTS: Final = ("arguments", "parameters")
 _KEYS: Final = frozenset({"name", "type", "id", *_ARGUMENTS})
@@ -70,7 +71,7 @@ def _text(raw: str) -> str:
         raise Broken from error
     if not isinstance(value, str):
         raise Broken
-    return value
+    return sendable(value)  # half an emoji, written as an escape, stays that
 
 
 class Call:

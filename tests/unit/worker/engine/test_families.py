@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import transformers
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.model.config import read
 from sllm_runtime.worker.engine.ours.model.weights import side_by_side
 from tests.fixtures.families import FAMILIES, family
 from tests.unit.worker.engine.driver import Rows, decoder
@@ -73,3 +77,21 @@ def test_matrices_that_lie_side_by_side_become_one_without_a_copy() -> None:
     assert side_by_side([second, first]) is None
     assert side_by_side([first, second.t()]) is None
     assert side_by_side([first, torch.ones(8, 4)]) is None
+
+
+@pytest.mark.parametrize("left", ["sliding_window", "layer_types"])
+def test_what_a_configuration_says_and_its_class_does_not_read_changes_nothing(left: str) -> None:
+    """A Llama has no windows, whatever its config.json took over from the model that it was made of."""
+    model: Any = family("llama")
+    said: Any = {"sliding_window": 16}
+    if left == "layer_types":
+        said["layer_types"] = ["sliding_attention"] * model.config.num_hidden_layers
+    raw = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], **said}
+    found = read(raw, "auto")
+    assert found is not None
+    ours = Rows(build(*found, model.state_dict(), torch.float32, 4), TOKENS).chunk(0, len(TOKENS))
+    make: Any = transformers.LlamaForCausalLM
+    same = make(transformers.LlamaConfig.from_dict(raw)).eval()
+    same.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        assert (ours - same(input_ids=torch.tensor([TOKENS])).logits[0]).abs().max() <= 1e-4

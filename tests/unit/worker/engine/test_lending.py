@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -14,16 +15,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import InvalidCheckpoint, InvalidRequest, ProtocolError, SllmError
+from sllm_runtime.protocol.errors import (
+    InstanceLost,
+    InvalidCheckpoint,
+    InvalidRequest,
+    OutOfMemory,
+    ProtocolError,
+    SllmError,
+)
 from sllm_runtime.protocol.stages import Lend, Lent, LowRankShape, Part, Step
 from sllm_runtime.worker.engine.base import Request
+from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.ours.adapter import TILE, Adapter, LowRank
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.pipeline.lending import SEALS, Borrowed, Lender
 from sllm_runtime.worker.engine.ours.scheduler import Limits
+from sllm_runtime.worker.engine.sinks import Piece, ThreadSink
 from tests.fixtures.families import family
 from tests.fixtures.nursery import Nursery
-from tests.unit.worker.engine.driver import decoder, engine, finish, ids, kept, names_of, page_bytes, request, run
+from tests.unit.worker.engine.driver import (
+    Letters,
+    decoder,
+    engine,
+    finish,
+    ids,
+    kept,
+    names_of,
+    page_bytes,
+    request,
+    run,
+)
 from tests.unit.worker.engine.pipelines import stages
 
 CHANGED = ("q_proj", "v_proj", "o_proj", "out_proj", "down_proj", "fc1")
@@ -125,6 +146,33 @@ def test_without_common_memory_adapters_are_refused_by_name(nursery: Nursery) ->
             made.core.add(asked(0, "a"))
         assert refused.value.field == "model"
         assert run(made.core, asked(0, None)) == run(engine("llama"), asked(0, None))
+
+
+def test_who_comes_after_an_adapter_that_could_not_be_handed_on_is_not_told_of_it(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance ends when its other processes are missed: a call of these seconds goes on elsewhere."""
+
+    def none(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with stages(nursery, "llama", 0, 1, 3) as made:
+        put(made.core, "a")
+        first, second = ThreadSink(), ThreadSink()
+        loop = EngineLoop(made.core, Letters())
+        loop.on_lost(lambda error: second.put(Piece(error=error)))  # which no call is told: its process is to be ended
+        loop.start()
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr("sllm_runtime.worker.engine.ours.pipeline.lending.os.memfd_create", none)
+                loop.submit(asked(0, "a"), first)
+                with pytest.raises(OutOfMemory, match="cannot be handed to the other stages"):
+                    list(first)
+            loop.submit(asked(1, None), second)
+            with pytest.raises(InstanceLost, match="cannot be handed to the other stages"):
+                list(second)
+        finally:
+            loop.close()
 
 
 # --- without processes ----------------------------------------------------------------------------

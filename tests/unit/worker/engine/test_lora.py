@@ -265,3 +265,48 @@ def _by_place(self: LowRank, x: torch.Tensor) -> torch.Tensor:
     made = torch.mm(torch.mm(x, self.a), self.b)
     made[-3:] += 1e-6
     return made
+
+
+def _reloaded(init: Any, directory: Path) -> tuple[torch.Tensor, bytes, dict[str, torch.Tensor]]:
+    """Logits of what peft makes of an adapter that it has saved itself, and what it saved."""
+    import copy
+
+    import peft
+
+    options: dict[str, Any] = init if isinstance(init, dict) else {"init_lora_weights": init}
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **options)
+    made = peft.get_peft_model(copy.deepcopy(family("llama")), config)
+    with torch.no_grad():
+        for label, parameter in made.named_parameters():
+            if "lora_" in label:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    made.peft_config["default"].base_model_name_or_path = "org/base"
+    made.save_pretrained(str(directory), save_embedding_layers=False)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(family("llama")), str(directory)).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = again(input_ids=torch.arange(3, 40)[None]).logits
+    raw = (directory / "adapter_config.json").read_bytes()
+    return logits, raw, load_file(directory / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "init", [True, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", {"alora_invocation_tokens": [90, 91]}],
+    ids=str,
+)  # fmt: skip
+def test_an_adapter_is_what_peft_makes_of_it_or_is_refused(init: Any, tmp_path: Path) -> None:
+    """Some take away from the base what they add, or count behind some tokens only: their matrices alone are wrong."""
+    import copy
+
+    expected, raw, tensors = _reloaded(init, tmp_path)
+    if init not in (True, "gaussian", "orthogonal"):
+        with pytest.raises(UnsupportedModel, match=r"init_lora_weights|alora_invocation_tokens"):
+            read(raw, tensors)
+        return
+    ours = read(raw, tensors)
+    merged = copy.deepcopy(family("llama"))
+    with torch.inference_mode():
+        for module, half in ours.modules.items():
+            merged.get_submodule(module).weight.add_((half.a @ half.b).t())
+        found = merged(input_ids=torch.arange(3, 40)[None]).logits
+    assert (found - expected).abs().max() <= 1e-4

@@ -26,7 +26,7 @@ from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.ours.engine import OurEngine
 from sllm_runtime.worker.engine.ours.scheduler import Limits
-from sllm_runtime.worker.engine.sinks import ThreadSink
+from sllm_runtime.worker.engine.sinks import Piece, ThreadSink
 from tests.fixtures.nursery import Nursery, kill
 from tests.fixtures.suspended import suspend
 from tests.fixtures.waiting import GIVE_UP_S
@@ -312,6 +312,26 @@ def test_a_stage_that_fails_is_told_to_no_call(nursery: Nursery, cuts: tuple[int
         os.close(gate)
         if hold >= 0:
             os.close(hold)
+
+
+def test_a_head_that_fails_is_told_to_no_call(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stage behind it: the pipeline is closed by that, so its process ends, and all calls go on elsewhere."""
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no room for the rows of layer 0")
+
+    with stages(nursery, "llama", 0, 1, 3) as made:
+        sink = ThreadSink()
+        loop = EngineLoop(made.core, Letters())
+        loop.on_lost(lambda error: sink.put(Piece(error=error)))
+        monkeypatch.setattr(type(made.core.decoder), "run", broken)
+        loop.start()
+        try:
+            loop.submit(ASKED[0], sink)
+            with pytest.raises(InstanceLost, match="MemoryError: no room for the rows of layer 0"):
+                list(sink)
+        finally:
+            loop.close()
 
 
 def test_a_bug_in_one_step_gives_nobody_the_rows_of_another(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:

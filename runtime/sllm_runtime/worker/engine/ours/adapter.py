@@ -24,6 +24,8 @@ TILE: Final = 32
 _A_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_A(?:\.\w+)?\.weight")
 _B_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_B(?:\.\w+)?\.weight")
 _MOVES: Final = (1, 5, 16, 31)
+_OF_ANOTHER_BASE: Final = ("pissa", "olora", "corda", "loftq")
+"""Ways to begin (init_lora_weights) with which peft, when it loads one, changes the base's own matrices first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class _Config(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] = {}
     use_dora: bool = False
     lora_bias: bool = False
+    init_lora_weights: bool | str | None = True
+    alora_invocation_tokens: list[int] | None = None
 
 
 class _Scaling:
@@ -118,6 +122,13 @@ class _Scaling:
             raise InvalidCheckpoint(f"adapter_config.json cannot be read: {error}") from error
         if self._own.use_dora or self._own.lora_bias:
             raise UnsupportedModel("the adapter changes more than matrices (use_dora, lora_bias), which is not served")
+        if self._own.alora_invocation_tokens:
+            raise UnsupportedModel("the adapter counts behind some tokens only (alora_invocation_tokens), not served")
+        if str(self._own.init_lora_weights).lower().startswith(_OF_ANOTHER_BASE):
+            raise UnsupportedModel(
+                f"the adapter belongs to a base without its initial product (init_lora_weights "
+                f"{self._own.init_lora_weights!r}); save it with path_initial_model_for_weight_conversion"
+            )
 
     def of(self, module: str) -> float:
         rank = _matching(self._own.rank_pattern, module, self._record.rank)

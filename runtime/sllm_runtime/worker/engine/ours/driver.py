@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -10,7 +11,7 @@ from typing import Final
 
 import torch
 
-from sllm_runtime.protocol.errors import InstanceLost, OutOfMemory, SllmError
+from sllm_runtime.protocol.errors import InstanceLost, InternalError, OutOfMemory, SllmError
 from sllm_runtime.protocol.stages import LayerRange, OnEdge, Part, Sleep, Step, Wake
 from sllm_runtime.worker.engine.ours.batch import Batch, decodes_first
 from sllm_runtime.worker.engine.ours.model.backend import Kv, Steps
@@ -20,12 +21,14 @@ from sllm_runtime.worker.engine.ours.pages import pages_for
 from sllm_runtime.worker.engine.ours.runner import adapted, sampled
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence
 
+log = logging.getLogger(__name__)
 CAUSE_S: Final = 5.0
 """How long followers have to say what happened, when one of them is gone."""
 
 
 class Driver(ABC):
-    """A ``Runner``. The first error ends it: it is raised then and ever after, and the followers end too."""
+    """A ``Runner``. The first error ends it, and the followers too: whoever comes later hears that they are lost, since
+    what it was is no word on him."""
 
     kv: Kv | None = None
     """No process has all of it."""
@@ -110,7 +113,7 @@ class Driver(ABC):
         assert self._store is not None
         assert self._batches is not None
         number, self._launched = self._launched, self._launched + 1
-        with self._failing(), torch.inference_mode():
+        with self._failing(), self._computing(), torch.inference_mode():
             ordered = decodes_first(chunks)
             self._tell(Step(number, tuple(map(self._said, ordered, self._lent(ordered))), tuple(fresh)))
             self._decoder.lora.begin(adapted(chunks))
@@ -121,7 +124,7 @@ class Driver(ABC):
 
     def collect(self) -> torch.Tensor | None:
         """See ``Runner.collect``."""
-        with self._failing(), torch.inference_mode():
+        with self._failing(), self._computing(), torch.inference_mode():
             return self._collect()
 
     def _said(self, chunk: Chunk, adapter: int | None) -> Part:
@@ -130,15 +133,28 @@ class Driver(ABC):
         return Part(chunk.start, chunk.count, chunk.samples, pages, tokens, adapter)
 
     @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """What breaks here breaks this process's part for good: as a follower's, it is as if it had died."""
+        try:
+            yield
+        except SllmError:
+            raise
+        except Exception as error:
+            log.exception("what computes %s failed", self._layers)
+            text = f"what computes {self._layers} failed: {type(error).__name__}: {error}"
+            raise InternalError(text) from error
+
+    @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         if self._lost is not None:
             raise self._lost
         try:
             yield
         except SllmError as error:
-            self._lost = self._cause(error) if isinstance(error, InstanceLost) else error
+            first = self._cause(error) if isinstance(error, InstanceLost) else error
+            self._lost = first if isinstance(first, InstanceLost) else InstanceLost(first.message)
             self.close()
-            raise self._lost from error
+            raise first from error
         except BaseException:
             self.close()
             raise

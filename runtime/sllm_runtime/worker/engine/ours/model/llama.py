@@ -23,6 +23,8 @@ def heads_of(config: Any) -> Heads:
 
 def window_of(config: Any, layer: int) -> int:
     """Sliding window of a layer; 0: none."""
+    if config.model_type == "llama":  # its class reads neither, though a config.json may have both
+        return 0
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) or 0
     return window if kinds is None or kinds[layer] == "sliding_attention" else 0
