@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from sllm_gateway.asgi import Headers
-from sllm_runtime.protocol.errors import ContextLengthExceeded, SllmError
+from sllm_runtime.protocol.errors import ContextLengthExceeded, MethodNotAllowed, SllmError
 from sllm_runtime.protocol.http import CALL_ID, SHOULD_RETRY, error_view
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -63,6 +63,8 @@ def headers(error: SllmError, call_id: str | None) -> Headers:
     after = error.retry_after_s if error.retry_after_s is not None else (1.0 if error.status == 429 else None)
     if after is not None:
         found.append((b"retry-after", b"%d" % max(1, math.ceil(after))))
+    if isinstance(error, MethodNotAllowed):
+        found.append((b"allow", error.allow.encode()))
     if error.status == 401:
         found.append((b"www-authenticate", b"Bearer"))
     return found

@@ -115,5 +115,7 @@ def _typed(error: HTTPException, scope: Scope) -> SllmError:
         return NotFound(f"there is no route {path}; docs/http.md and /api/v1/openapi.json list them")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        return MethodNotAllowed(f"{path} does not take {scope['method']}, only {allowed}")
+        refused = MethodNotAllowed(f"{path} does not take {scope['method']}, only {allowed}")
+        refused.allow = allowed
+        return refused
     return InvalidRequest(f"{path}: {error.detail}")

@@ -34,6 +34,8 @@ OPEN_FILES: Final = 32
 SAY_AGAIN_S: Final = 60.0
 """That a function's file cannot be written is said so often: it holds for each of its lines."""
 MAX_WAITING: Final = 10_000
+MAX_WAITING_BYTES: Final = 16 * limits.MIB
+"""Of their texts together: a line may have MAX_TEXT."""
 LINES_PER_S: Final = 200.0
 BURST_LINES: Final = 2000.0
 _READ: Final = 64 * 1024
@@ -62,6 +64,7 @@ class LogSink:
         self._said: dict[str, float] = {}
         """When it was said last that a function's file cannot be written."""
         self._waiting: deque[LogRecord] = deque()
+        self._waiting_bytes = 0
         self._wake = asyncio.Event()
         self._dropped = 0
 
@@ -76,10 +79,11 @@ class LogSink:
             self._write(record)
         except (OSError, ValueError) as error:
             self._failed(record, error)
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self._waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
             self._dropped += 1
             return
         self._waiting.append(record)
+        self._waiting_bytes += len(record.text)
         self._wake.set()
 
     def _failed(self, record: LogRecord, error: Exception) -> None:
@@ -134,6 +138,7 @@ class LogSink:
                 except SllmError as error:
                     log.error("a log line of function %s cannot be published: %s", record.function, error.message)
                 self._waiting.popleft()
+                self._waiting_bytes -= len(record.text)
                 if self._dropped:
                     log.warning("%d log lines were not published: too many waited", self._dropped)
                     self._dropped = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,46 +15,58 @@ from sllm_runtime.protocol.quantities import gpu_kind, is_gpu_kind, parse_bytes
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
+_OWN: Final = Path("/proc/self/cgroup")
+_UNIFIED: Final = re.compile(r"^0::/(.*)$", re.MULTILINE)
 _NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _CACHED = re.compile(r"^(?:active|inactive)_file (\d+)$", re.MULTILINE)
 _MODEL = re.compile(r"^Model:\s*(?:NVIDIA\s+)?(.+)$", re.MULTILINE)
 
 
-def cores() -> float:
-    """CPUs this process may use: the affinity mask, cut by the control group's quota."""
-    count = float(len(os.sched_getaffinity(0)))
+def groups(root: Path = _CGROUP, own: Path = _OWN) -> list[Path]:
+    """This process's control group (version 2) and those that it is in, each of which may have a limit; ``root``, which
+    a container sees its own at, is the last. A systemd unit's is its own."""
     try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return count
-    return count if quota == "max" else min(count, int(quota) / int(period))
-
-
-def memory() -> int:
-    """Bytes of memory this process may use: the machine's, cut by the control group's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
+        found = _UNIFIED.search(own.read_text())
     except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))
+        found = None
+    group = root / found[1] if found else root
+    return [*(each for each in (group, *group.parents) if each != root and each.is_relative_to(root)), root]
 
 
-def available(group: Path = _CGROUP, machine: Path = _MEMINFO) -> int:
-    """Bytes that can be had without anybody being killed: the machine's, cut by what the control group's limit leaves.
+def cores(within: Sequence[Path] = ()) -> float:
+    """CPUs this process may use: the affinity mask, cut by its control groups' quotas."""
+    count = float(len(os.sched_getaffinity(0)))
+    for group in within or groups():
+        with contextlib.suppress(OSError, ValueError):  # version 1, or no quota ("max")
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+            count = min(count, quota / period)
+    return count
+
+
+def memory(within: Sequence[Path] = ()) -> int:
+    """Bytes of memory this process may use: the machine's, cut by its control groups' limits."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group in within or groups():
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int((group / "memory.max").read_text()))
+    return total
+
+
+def available(within: Sequence[Path] = (), machine: Path = _MEMINFO) -> int:
+    """Bytes that can be had without anybody being killed: the machine's, cut by what its control groups' limits leave.
     What the page cache holds counts, since the kernel gives it up."""
     try:
         found = _AVAILABLE.search(machine.read_text())
     except OSError:
         found = None
-    free = int(found[1]) * 1024 if found else memory()
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        cached = sum(map(int, _CACHED.findall((group / "memory.stat").read_text())))
-    except (OSError, ValueError):  # version 1, or no limit ("max")
-        return free
-    return min(free, max(0, limit - used + cached))
+    free = int(found[1]) * 1024 if found else memory(within)
+    for group in within or groups():
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+            cached = sum(map(int, _CACHED.findall((group / "memory.stat").read_text())))
+            free = min(free, max(0, limit - used + cached))
+    return free
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:

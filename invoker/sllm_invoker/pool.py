@@ -150,7 +150,8 @@ class WarmPool:
             await self._driver.ready(self._wish)
             began = loop.time()
             sandbox = await self._driver.create(sandbox_name(), self._wish)
-        except SllmError as error:
+        except (SllmError, OSError) as raised:  # a full disk, no descriptors
+            error = raised if isinstance(raised, SllmError) else Unavailable(f"no sandbox can be made: {raised}")
             if not self._patient:
                 self._refuse(error)
                 return

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Literal
 
-from sllm_gateway.asgi import Receive, Scope, header, read_body
+from sllm_gateway.asgi import Receive, Scope, read_body
 from sllm_gateway.call import Call, Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.keeping import Keeping
@@ -131,7 +131,8 @@ class Caller:
 
 def wants_events(scope: Scope) -> bool:
     """Whether the caller accepts server-sent events: names them in ``Accept``, and not with ``q=0``."""
-    for kind in (header(scope, b"accept") or b"").lower().split(b","):
+    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+    for kind in accepted.lower().split(b","):
         name, *parameters = (word.strip() for word in kind.split(b";"))
         if name == _EVENTS:
             return not any(_NEVER.fullmatch(each) for each in parameters)

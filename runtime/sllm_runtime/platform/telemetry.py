@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +15,9 @@ from sllm_runtime.platform.trace import current, trace_id
 
 _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
 """What every record has; anything else came by ``extra`` and is printed as a field."""
+
+
+_COMMANDS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class _Line(logging.Formatter):
@@ -38,8 +42,13 @@ class _Text(_Line):
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = "".join(f" {key}={value}" for key, value in self.fields(record).items())
-        message = self.text(record).replace("\n", "\n    ")
-        return f"{moment}.{int(record.msecs):03d}Z {record.levelname:<7} {self.identity} {message}{fields}"
+        message = _shown(self.text(record)).replace("\n", "\n    ") + _shown(fields).replace("\n", " ")
+        return f"{moment}.{int(record.msecs):03d}Z {record.levelname:<7} {self.identity} {message}"
+
+
+def _shown(text: str) -> str:
+    """What a function says may be in it: nothing there commands a terminal, or looks like a line of its own."""
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class _Json(_Line):

@@ -166,6 +166,8 @@ class BodyTimeout(InvalidRequest):
 
 class MethodNotAllowed(InvalidRequest):
     code, status = "method_not_allowed", 405
+    allow = ""
+    """Methods that the route takes, as the header of that name has them."""
 
 
 class NotStorable(InvalidRequest):

@@ -129,6 +129,7 @@ async def test_another_method_is_refused_with_what_is_allowed(nats: Nats) -> Non
     assert response.status_code == 405
     assert response.json()["error"]["code"] == "method_not_allowed"
     assert "POST" in response.json()["error"]["message"]
+    assert response.headers["allow"] == "POST"
 
 
 async def test_a_declared_body_above_the_limit_is_refused_before_it_is_read(nats: Nats) -> None:

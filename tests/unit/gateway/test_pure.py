@@ -309,3 +309,5 @@ def test_the_docs_table_of_codes_is_the_code() -> None:
 def test_events_are_for_who_accepts_them(accept: str | None, wanted: bool) -> None:
     headers = [] if accept is None else [(b"accept", accept.encode())]
     assert wants_events({"type": "http", "headers": headers}) is wanted
+    lines = [(b"accept", part.encode()) for part in (accept or "").split(",")]
+    assert wants_events({"type": "http", "headers": lines}) is wanted, "several lines are one list"

@@ -1,5 +1,6 @@
 """The files that functions' lines go to."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 from sllm_invoker import logs
 from sllm_invoker.lines import LINE_BYTES
 from sllm_invoker.logs import BURST_LINES, TAIL_LINES, InstanceLog, LogSink, PipeReader, Writer
+from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.events import LogRecord
 from tests.fixtures.waiting import until
 
@@ -39,6 +41,27 @@ def test_few_files_are_open_however_many_functions_write(tmp_path: Path, monkeyp
     assert texts(tmp_path / "logs" / "often.jsonl") == [f"{turn} {number}" for turn in range(2) for number in range(20)]
     for number in range(20):
         assert texts(tmp_path / "logs" / f"f{number}.jsonl") == ["turn 0", "turn 1"]
+
+
+async def test_what_waits_for_a_bus_that_is_away_is_bounded_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[LogRecord] = []
+
+    async def publish(line: LogRecord) -> None:
+        published.append(line)
+
+    monkeypatch.setattr(logs, "MAX_WAITING_BYTES", 10_000)
+    sink = LogSink(tmp_path, publish)
+    for _ in range(2):
+        for _ in range(30):
+            sink.add(record("f", "x" * 1000))
+        assert len(sink._waiting) == 10
+        running = asyncio.create_task(sink.run())
+        await until(lambda: not sink._waiting, what="they are published")
+        await end((running,))
+    assert len(published) == 20
+    sink.close()
 
 
 def texts(file: Path) -> list[str]:

@@ -224,11 +224,12 @@ async def test_of_starts_that_give_up_no_more_wait_than_shall(monkeypatch: pytes
         assert pool.idle == 1
 
 
-async def test_one_that_cannot_be_filled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("problem", [Unavailable("no process can be made"), OSError(28, "No space left on device")])
+async def test_one_that_cannot_be_filled_says_so(monkeypatch: pytest.MonkeyPatch, problem: Exception) -> None:
     """Who waits for its node to begin waits no longer."""
 
     async def create(driver: ProcessDriver, name: str, wish: Wish = PLAIN) -> Sandbox:
-        raise Unavailable("no process can be made")
+        raise problem
 
     monkeypatch.setattr(ProcessDriver, "create", create)
     async with pool_of(1) as pool, asyncio.timeout(GIVE_UP_S):

@@ -36,7 +36,7 @@ async def test_each_change_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_control_group_leaves_what_it_has_not_used_and_what_only_caches(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:   10 kB\nMemAvailable:    8192 kB\n")
-    there = (tmp_path, tmp_path / "meminfo")
+    there = ([tmp_path], tmp_path / "meminfo")
     assert machine.available(*there) == 8 * MIB, "no group, no limit"
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text(f"{6 * MIB}\n")
@@ -50,3 +50,23 @@ def test_a_control_group_leaves_what_it_has_not_used_and_what_only_caches(tmp_pa
 
 def test_this_machine_has_some() -> None:
     assert 0 < machine.available() <= machine.memory()
+
+
+def test_each_control_group_that_this_process_is_in_may_have_a_limit(tmp_path: Path) -> None:
+    """A unit's is its own (``MemoryMax=``, ``CPUQuota=``); a container sees its own at the root."""
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    unit = root / "system.slice" / "sllm.service"
+    unit.mkdir(parents=True)
+    own.write_text("12:memory:/elsewhere\n0::/system.slice/sllm.service\n")
+    groups = machine.groups(root, own)
+    assert groups == [unit, root / "system.slice", root]
+    (unit / "memory.max").write_text("max\n")
+    (unit / "cpu.max").write_text("max 100000\n")
+    assert (machine.memory(groups), machine.cores(groups)) == (machine.memory([tmp_path]), machine.cores([tmp_path]))
+    (unit / "memory.max").write_text(f"{64 * MIB}\n")
+    (root / "system.slice" / "memory.max").write_text(f"{32 * MIB}\n")
+    (root / "system.slice" / "cpu.max").write_text("50000 100000\n")
+    assert (machine.memory(groups), machine.cores(groups)) == (32 * MIB, 0.5)
+    for told in ("0::/\n", "0::/not/there\n", "5:memory:/x\n"):
+        own.write_text(told)
+        assert machine.groups(root, own)[-1] == root

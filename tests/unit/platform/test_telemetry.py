@@ -39,6 +39,15 @@ def test_text_has_identity_message_and_fields(capsys: pytest.CaptureFixture[str]
     assert lines[-1].endswith("lines call=c1")
 
 
+def test_what_a_function_says_commands_no_terminal_and_makes_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("invoker", "n1", Settings.load({}))
+    said = "\x1b[2Jgone\r2026-01-01T00:00:00.000Z ERROR\x9b\u2028more\tso"
+    logging.getLogger("sllm_runtime.test").warning("%s", said, extra={"call": "c1\nc2"})
+    line = capsys.readouterr().err
+    assert line.endswith("\\x1b[2Jgone\\r2026-01-01T00:00:00.000Z ERROR\\x9b\\u2028more\tso call=c1 c2\n")
+    assert len(line.splitlines()) == 1
+
+
 def test_a_line_of_a_request_names_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
     with within(TRACE):
         assert speak(capsys).endswith("call=c1 trace=0af7651916cd43dd8448eb211c80319c\n")
