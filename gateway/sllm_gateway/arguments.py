@@ -97,8 +97,7 @@ class Arguments:
         most = min(MOST_CHECKS, CHECKS + CHECKS_A_BYTE * len(body))
         if (len(body) > self._free and not self._takes(most, value, body)) or self._validator.is_valid(value):
             return
-        copied = min(max(self._union, 1), EXPLAINED) * len(body)
-        if copied > EXPLAINED_BYTES or (self._union > EXPLAINED and not self._takes(EXPLAINED, value, body)):
+        if not self._is_small(value, body) or (self._union > EXPLAINED and not self._takes(EXPLAINED, value, body)):
             raise InvalidArgument(_WRONG)
         try:
             self._validator.validate(value)  # which stops at the first error: there may be one of each item
@@ -106,6 +105,14 @@ class Arguments:
             raise _explain(error) from None
         except ValueError as error:  # what is wrong is nested more deeply than an error can say
             raise InvalidArgument(_WRONG) from error
+
+    def _is_small(self, value: Any, body: bytes) -> bool:
+        """Whether what is wrong of ``value``, which is ``body``, has room: it is there once for each branch beside."""
+        told = self._expansion
+        if told is None or len(body) * told.copies() <= EXPLAINED_BYTES:
+            return len(body) <= EXPLAINED_BYTES
+        values = body.count(b",") + body.count(b"{") + body.count(b"[")  # or fewer
+        return values <= _LOOKED_AT and len(body) * told.copies(extent(value)[1]) <= EXPLAINED_BYTES
 
     def _takes(self, most: int, value: Any, body: bytes) -> bool:
         """Whether to check ``value``, which is ``body``, takes ``most`` comparisons at most, as far as can be told."""

@@ -44,6 +44,13 @@ class Expansion:
     is told of each of its branches, which takes a thousand times as long."""
     patterned: bool = False
     """Whether texts are held against regular expressions: what that takes their bytes say, not how many there are."""
+    branches: tuple[int, ...] = field(default=(0,), compare=False)
+    """As ``checks``, of the branches of ``anyOf`` and ``oneOf`` alone: each has the value for itself where it is
+    wrong."""
+
+    def copies(self, deep: int = DEPTH + 1) -> int:
+        """How often a byte of a body at most is in what is told of it, where values lie so deep."""
+        return 1 + self.branches[min(deep, len(self.branches) - 1)]
 
     def cost(self, values: int, deep: int = DEPTH + 1) -> int:
         """Comparisons of a value at most in which so many lie so deep."""
@@ -55,7 +62,7 @@ class _Part:
     """One schema within the whole; others by their number."""
 
     weight: int = 1
-    union: bool = False
+    branches: int = 0
     patterned: bool = False
     same: list[int] = field(default_factory=list)
     every_property: list[int] = field(default_factory=list)
@@ -70,6 +77,16 @@ def expansion(schema: Any) -> Expansion | None:
     order = _inner_first(parts)
     if not order:
         return None
+    checks, here, below = _levels(parts, order, [part.weight for part in parts])
+    branches, _, _ = _levels(parts, order, [part.branches for part in parts])
+    unions = (MOST if below[n] else here[n] for n, part in enumerate(parts) if part.branches)
+    patterned = any(part.patterned for part in parts)
+    return Expansion(tuple(checks), max(unions, default=0), patterned, tuple(branches) or (0,))
+
+
+def _levels(parts: list[_Part], order: list[int], weights: list[int]) -> tuple[list[int], list[int], list[bool]]:
+    """What comes together of ``weights`` for the whole and those within it, as ``Expansion.checks`` says; of each part
+    for the value itself, and whether it looks at values within."""
     found: list[int] = []
     within = [0] * len(parts)
     here, objects, arrays = ([0] * len(parts) for _ in range(3))
@@ -77,7 +94,7 @@ def expansion(schema: Any) -> Expansion | None:
         now = [0] * len(parts)
         for number in order:
             part = parts[number]
-            same, of_object, of_array = part.weight, 0, 0
+            same, of_object, of_array = weights[number], 0, 0
             if part.every_property or part.a_property:
                 of_object = _within(part.every_property, part.a_property, within)
             if part.every_item or part.an_item:
@@ -94,8 +111,7 @@ def expansion(schema: Any) -> Expansion | None:
         within = now
     else:
         found.append(MOST)
-    unions = (MOST if objects[n] or arrays[n] else here[n] for n, part in enumerate(parts) if part.union)
-    return Expansion(tuple(found), max(unions, default=0), any(part.patterned for part in parts))
+    return found, here, [bool(objects[n] or arrays[n]) for n in range(len(parts))]
 
 
 def extent(value: Any) -> tuple[int, int]:
@@ -142,7 +158,7 @@ def _parts(schema: Any) -> list[_Part]:
         part.weight += sum(len(each[word]) for word in _COMPARED if isinstance(each.get(word), dict | list))
         part.same += [number(target)] if "$ref" in each else []
         part.same += map(number, _schemas(each, *_SAME))
-        part.union = "anyOf" in each or "oneOf" in each
+        part.branches = sum(len(each[word]) for word in ("anyOf", "oneOf") if isinstance(each.get(word), list))
         part.every_property += map(number, _schemas(each, "patternProperties", "additionalProperties", "propertyNames"))
         part.a_property += map(number, _schemas(each, "properties"))
         part.every_item += map(number, _schemas(each, "contains", "additionalItems"))

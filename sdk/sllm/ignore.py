@@ -76,7 +76,9 @@ def files(
     asked = GitIgnoreSpec.from_lines(include)
 
     def enters(name: str) -> bool:
-        return not rules.match_file(f"{name}/") or any(_leads_into(pattern, name) for pattern in include)
+        if not rules.match_file(f"{name}/") or asked.match_file(f"{name}/"):  # all of it is asked for by its own name
+            return True
+        return any(_leads_into(pattern, name) for pattern in include)
 
     for directory, below, names in os.walk(root, followlinks=False, onerror=_unreadable):
         here = Path(directory).relative_to(root)

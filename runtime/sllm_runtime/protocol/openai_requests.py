@@ -35,8 +35,8 @@ def _first_wrong(biases: Any) -> Any:
     """As ``_FIRST``, which dictionaries have from pydantic 2.14 on: the first item alone that is wrong, if one is."""
     if not isinstance(biases, dict):
         return biases
-    numbers = (int, float)
-    wrong = ({key: each} for key, each in biases.items() if not (isinstance(each, numbers) and -100 <= each <= 100))
+    numbers = (int, float)  # and no bool, which is an int
+    wrong = ({key: each} for key, each in biases.items() if not (type(each) in numbers and -100 <= each <= 100))
     return next(wrong, biases)
 
 

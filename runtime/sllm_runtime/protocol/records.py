@@ -150,6 +150,8 @@ class PoolRecord(Record, frozen=True, kw_only=True):
     """Nodes that the provider has or had, until they are forgotten."""
     leaving: tuple[str, ...] = ()
     """Those that are drained to be given back."""
+    seen: tuple[str, ...] = ()
+    """Those that have reported: what there is to learn of them is learnt."""
     boot_s: float = 0.0
     """Moving mean of the seconds from the decision to a node's first report; 0: none has come yet."""
     cpu: float = 0.0
@@ -157,6 +159,9 @@ class PoolRecord(Record, frozen=True, kw_only=True):
     """The least that one of them had; 0: none has come yet."""
     gpus: tuple[tuple[str, int], ...] | None = None
     """Kinds and memory of the last one that came; None: none has."""
+    fewer: tuple[tuple[str, int], ...] | None = None
+    """As ``gpus``, of the last one where that had fewer than the settings say and the one before had not: it may be
+    broken."""
     said: str = ""
     """What the settings said of each when that was seen: it counts for no other type of node."""
 

@@ -112,13 +112,17 @@ def _observed(view: View, pool: Pool, offer: Offer, now: float) -> Pool:
     alive = frozenset(name for name in offer.members if view.alive(name, now))
     coming = _coming(pool, offer, now)
     said = ", ".join(map(str, (offer.shape.cpu, offer.shape.memory, *offer.shape.gpus)))
-    if pool.record.said != said:  # its nodes are of another type from now on
-        pool = pool.with_record(cpu=0.0, memory=0, gpus=None, said=said)
+    if not pool.record.said:  # of a controller of before
+        pool = pool.with_record(said=said)
+    elif pool.record.said != said:  # its nodes are of another type from now on
+        pool = pool.with_record(cpu=0.0, memory=0, gpus=None, fewer=None, said=said)
     pool = replace(pool, offer=offer, coming=coming, arrived=_only(pool.arrived, offer.members))
     for name in sorted(alive - pool.arrived.keys()):
         pool = _seen(view, replace(pool.came(now), arrived={**pool.arrived, name: now}), name)
+    members = {*pool.record.members, *offer.members}
+    seen = members & {*pool.record.seen, *pool.arrived}
     return replace(
-        pool.with_record(members=tuple(sorted({*pool.record.members, *offer.members}))),
+        pool.with_record(members=tuple(sorted(members)), seen=tuple(sorted(seen))),
         silent={name: pool.silent.get(name, now) for name in sorted(offer.members - alive)},
         idle={name: pool.idle.get(name, now) for name in sorted(alive) if _idle(view, pool, name)},
         removed=_only(pool.removed, offer.members),
@@ -155,7 +159,10 @@ def _seen(view: View, pool: Pool, name: str) -> Pool:
     cpu = min(record.cpu, status.cpu) if record.cpu else status.cpu
     memory = min(record.memory, status.memory) if record.memory else status.memory
     gpus = tuple((gpu.kind, gpu.memory) for gpu in status.gpus)
-    return pool.with_record(cpu=cpu, memory=memory, gpus=gpus)
+    said = pool.offer.shape.gpus if pool.offer is not None else ()
+    if len(gpus) < len(said) and gpus != record.fewer:  # one alone may be broken: it says nothing of those to come
+        return pool.with_record(cpu=cpu, memory=memory, fewer=gpus)
+    return pool.with_record(cpu=cpu, memory=memory, gpus=gpus, fewer=None)
 
 
 def _idle(view: View, pool: Pool, name: str) -> bool:

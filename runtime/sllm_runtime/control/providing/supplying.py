@@ -33,7 +33,7 @@ def supplied(settings: Settings, record: PoolRecord, loop: Loop, ledger: Ledger)
     that cannot work."""
     rules = settings if isinstance(settings, ProviderSettings) else ProviderSettings()
     return Supplying(
-        loop, ledger, rules.provider(), Pool(rules.timing, record, frozenset(record.members)), rules.nodes_every
+        loop, ledger, rules.provider(), Pool(rules.timing, record, frozenset(record.seen)), rules.nodes_every
     )
 
 

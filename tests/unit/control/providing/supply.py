@@ -114,7 +114,7 @@ class Supplied(World):
         nodes = {name: replace(node, status=None, heard=None) for name, node in self.view.nodes.items()}
         self.view = replace(
             self.view,
-            pool=Pool(self.pool.timing, record, frozenset(record.members)),
+            pool=Pool(self.pool.timing, record, frozenset(record.seen)),
             nodes=nodes,
             listening_since=self.now,
         )
