@@ -177,6 +177,7 @@ class Node:
                 self._tasks.start(work, name)
             stack.push_async_callback(self._end)
             await self._loader.there(self._settings.loader_wait)
+            await self._namesake.sought(self._settings.name_wait)
             if self._failure.done():
                 self._failure.result()
             self._namesake.takes_part = True
@@ -202,14 +203,17 @@ class Node:
 
     async def _end(self) -> None:
         """Instances first: their callers are told before the bus is closed."""
-        self._announcer.tell(Kind.NODE_STOPPING, f"{len(self._instances)} instance(s) end", node=self._node)
+        speaks = self._namesake.takes_part and not self._namesake.goes
+        if speaks:
+            self._announcer.tell(Kind.NODE_STOPPING, f"{len(self._instances)} instance(s) end", node=self._node)
         await self._instances.close()
         await self._models.close()
         await self._bundles.close()
         await self._pool.close()
         try:
             await self._relay.flush()
-            await self._reporter.send()
+            if speaks:  # else whoever has this name has it still
+                await self._reporter.send()
         except SllmError as error:
             log.info("last words were not sent: %s", error.message)
 
@@ -221,6 +225,7 @@ class Node:
     async def _listen(self) -> None:
         """Two of one name are found as one of them begins, mostly before it takes part."""
         reports = await self._bus.subscribe(subjects.status(self._node), NodeStatus, self._namesake.heard)
+        self._namesake.listens()
         try:
             await asyncio.sleep(LISTENS_S)
         finally:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from sllm_invoker.fork_server import ZYGOTE
 from sllm_runtime.platform.settings import Settings
+from sllm_runtime.protocol.limits import OVERDUE_S
 from sllm_runtime.protocol.quantities import Bytes
 from sllm_runtime.protocol.worker import Preload, Private
 
@@ -60,6 +61,8 @@ class InvokerSettings(Settings):
     """Bytes of a container's /tmp, where the function's code lies as well."""
     container_pids: int = Field(default=256, ge=16, le=65536)
     """Processes and threads of one container."""
+    name_wait: float = Field(default=OVERDUE_S, ge=0)
+    """Seconds that a node listens whether its name is another one's before it takes part."""
     loader_wait: float = Field(default=5.0, ge=0)
     """Seconds to wait for the node's loaderd before it takes part: what memory is left for instances loaderd says."""
     node_drain: float = Field(default=0.0, ge=0)

@@ -78,11 +78,11 @@ class Origins:
         entries = {entry.name: entry for entry in record.entries}
         whole = entries.get(partition_name(rank))
         if whole is not None and whole.nbytes == checkpoint.index.partition(rank).nbytes:
-            return self._lent(_fixed(record), whole)
+            return self._lent(fixed(record), whole)
         wanted = [segment for segment in checkpoint.index.segments if segment.rank == rank]
         if not wanted or any(s.name not in entries or entries[s.name].nbytes != s.nbytes for s in wanted):
             return None
-        segments = [Segment(self._lent(_fixed(record), entries[s.name]), 0, s.offset, s.nbytes) for s in wanted]
+        segments = [Segment(self._lent(fixed(record), entries[s.name]), 0, s.offset, s.nbytes) for s in wanted]
         return SegmentedPartition(f"{record.uri} (partition {rank})", segments)
 
     def largest(self, records: Iterable[SourceRecord]) -> list[ByteSource]:
@@ -95,11 +95,11 @@ class Origins:
                 continue
             entry = max(record.entries, key=lambda entry: entry.nbytes)
             if path not in found or entry.nbytes > found[path][0].nbytes:
-                found[path] = entry, _fixed(record)
+                found[path] = entry, fixed(record)
         return [LazyObject(self._source(uri), entry) for entry, uri in found.values()]
 
     def forget(self, uri: str) -> None:
-        """End the connections to a source."""
+        """End the connections to a source, whose files are at ``uri`` (``fixed``)."""
         with self._lock:
             source = self._sources.pop(uri, None)
         if source is not None:
@@ -141,10 +141,10 @@ class Origins:
         return source
 
 
-def _fixed(record: SourceRecord) -> str:
+def fixed(record: SourceRecord) -> str:
     """Where the files are that were registered: a hub's branch may be at another commit by now."""
     kind, _, commit = record.fingerprint.partition(":")
-    name = record.uri.partition("@")[0]
+    name = record.uri.partition("@")[0].rstrip("/")
     return f"{name}@{commit}" if kind == "commit" and name.startswith(_HUB) else record.uri
 
 

@@ -23,7 +23,7 @@ import msgspec
 
 from sllm_loaderd.files import sync_directory, write_durable
 from sllm_loaderd.learnt import LearntDigests
-from sllm_loaderd.origins import Origins, SourceRecord
+from sllm_loaderd.origins import Origins, SourceRecord, fixed
 from sllm_loaderd.pool import F_ADD_SEALS
 from sllm_loaderd.reader import ByteSource, ChunkSource
 from sllm_loaderd.sources import SourceSettings
@@ -232,7 +232,7 @@ class ModelStore:
         path, converted = self.directory(digest), self.replacement(digest)
         for record in self.sources(digest):
             self._source_path(record.uri).unlink(missing_ok=True)
-            self.origins.forget(record.uri)
+            self.origins.forget(fixed(record))
         gone = self.models / f".deleted-{secrets.token_hex(8)}"
         os.rename(path, gone)
         sync_directory(self.models)
@@ -245,7 +245,8 @@ class ModelStore:
 
     def remember(self, record: SourceRecord) -> None:
         """Note which model a source gave; connections to what it was before end."""
-        self.origins.forget(record.uri)
+        if (former := self._record(record.uri)) is not None:
+            self.origins.forget(fixed(former))
         path = self._source_path(record.uri)
         temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         temporary.write_bytes(msgspec.json.encode(record))
@@ -253,11 +254,14 @@ class ModelStore:
 
     def recall(self, uri: str) -> SourceRecord | None:
         """What ``uri`` gave the last time, if that model is still there."""
+        record = self._record(uri)
+        return record if record is not None and (self.models / digest_hex(record.digest)).is_dir() else None
+
+    def _record(self, uri: str) -> SourceRecord | None:
         try:
-            record = msgspec.json.decode(self._source_path(uri).read_bytes(), type=SourceRecord)
+            return msgspec.json.decode(self._source_path(uri).read_bytes(), type=SourceRecord)
         except (OSError, msgspec.MsgspecError):
             return None
-        return record if (self.models / digest_hex(record.digest)).is_dir() else None
 
     def sources(self, digest: str) -> list[SourceRecord]:
         """Sources that gave this model, by URI."""

@@ -18,6 +18,7 @@ from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, Unsup
 from sllm_runtime.protocol.loader import path_of
 
 SHARD_INDEX: Final = "model.safetensors.index.json"
+_ONE_FILE: Final = "model.safetensors"
 
 
 class HttpSource:
@@ -63,14 +64,15 @@ class HttpSource:
         return [INDEX_NAME, *(partition_name(p.rank) for p in index.partitions), *(file.name for file in index.files)]
 
     def _published(self) -> list[str]:
-        data = self._get(SHARD_INDEX, MAX_INDEX)
+        # One file goes before an index, as everywhere (``convert.formats.source_files``).
+        data = None if self._there(_ONE_FILE) else self._get(SHARD_INDEX, MAX_INDEX)
         if data is not None:
             shards = decode_shard_index(data, self._url(SHARD_INDEX))[1]
             if len(shards) > MAX_ENTRIES:
                 raise InvalidCheckpoint(f"{self._url(SHARD_INDEX)} names {len(shards)} shards")
             weights = [SHARD_INDEX, *shards]
         else:
-            weights = ["model.safetensors"]
+            weights = [_ONE_FILE]
         return weights + [name for name in SMALL_NAMES if self._there(name)]
 
     def _there(self, name: str) -> bool:

@@ -59,9 +59,10 @@ async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     """``asyncio.to_thread``, in a thread that no function can keep."""
     call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # whoever waits may go; the thread ends by itself
 
     def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return  # nobody waits for it any more; who goes later leaves a thread that ends by itself
         try:
             result = call()
         except BaseException as error:  # it is raised where that is waited for

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker.bounds import MAX_TOKENS
+from sllm_invoker.node import Node, sandbox_environment
 from sllm_invoker.old_logs import LOGS_BYTES
 from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
+from sllm_invoker.settings import InvokerSettings
 from sllm_runtime.platform.presence import LEFT_S
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Conflict, Draining, NoCapacity, StaleTerm
@@ -21,7 +23,7 @@ from sllm_runtime.protocol.node import KeepModels, ModelCommand, Ok, PrepareMode
 from sllm_runtime.protocol.records import ModelRecord, Term
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.worker import KERNELS
-from tests.fixtures.invoker import BUNDLE, GatewayPeer, NodeUnderTest, node_under_test, order
+from tests.fixtures.invoker import BUNDLE, SCRIPTED, GatewayPeer, NodeUnderTest, node_under_test, order
 from tests.fixtures.loaderd import loaderd
 from tests.fixtures.nats import GATEWAY_2, NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -497,9 +499,15 @@ async def test_of_two_nodes_of_one_name_the_later_one_ends(
     """Both would run each call that either is sent."""
     instance = await node.start()
     first = node.statuses[-1].boot
+    given = InvokerSettings.load(
+        nats.env(NODE), node=NODE, data_dir=tmp_path / "2", loaderd_socket=tmp_path / "none", loader_wait=0.0
+    )
+    driver = ProcessDriver(sandbox_environment(os.environ, given), argv=tuple(SCRIPTED), isolate=given.isolate)
     with pytest.raises(Conflict, match=f"another node is there under the name {NODE}.*--node NAME"):
-        async with node_under_test(nats, tmp_path / "second"):
-            await asyncio.sleep(GIVE_UP_S)
-    await until(lambda: node.statuses[-1].boot == first, what="the first one goes on")
+        async with asyncio.timeout(GIVE_UP_S):
+            await Node(given, await nats.bus(NODE), driver).run(asyncio.Event(), lambda: None)
+    heard = len(node.statuses)
+    await until(lambda: len(node.statuses) > heard, what="the first one goes on")
+    assert {status.boot for status in node.statuses} == {first}, "a report of another life ends all its instances"
     _, call = await node.gateway.open(instance)
     assert (await node.gateway.ended(call)).error is None

@@ -47,3 +47,22 @@ async def test_where_no_thread_can_be_had_nothing_waits_for_one(monkeypatch: pyt
             with pytest.raises(RuntimeError, match="can't start"):
                 await aside(int)
     assert await aside(int, "5") == 5
+
+
+async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
+    go, begun = threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        assert go.wait(GIVE_UP_S)
+
+    jobs = [asyncio.create_task(aside(work, number)) for number in range(3 * MOST)]
+    await until(lambda: len(begun) == MOST, what="as many as may work")
+    for job in jobs[MOST:]:
+        job.cancel()
+    await asyncio.gather(*jobs[MOST:], return_exceptions=True)
+    go.set()
+    await asyncio.gather(*jobs[:MOST])
+    assert await aside(int, "5") == 5
+    await until(lambda: not [each for each in threading.enumerate() if each.name == "aside"], what="they end")
+    assert sorted(begun) == list(range(MOST))
