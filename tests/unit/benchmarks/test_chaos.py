@@ -258,8 +258,9 @@ def gateway(answer: bytes) -> Iterator[str]:
 
         def serve() -> None:
             connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
+            with connection, connection.makefile("rb") as asked:
+                head = b"".join(iter(asked.readline, b"\r\n")).lower()
+                asked.read(int(head.partition(b"content-length:")[2].split()[0]))  # what is not read resets it
                 connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
