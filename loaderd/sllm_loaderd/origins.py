@@ -62,9 +62,14 @@ class Origins:
         found: list[ChunkSource] = []
         if (copy := self._ssd.open(checkpoint.digest, rank, nbytes)) is not None:
             found.append(copy)
-        for record in sorted(records(), key=lambda record: not record.uri.startswith(_PEER)):
-            if (source := self._partition(checkpoint, rank, record)) is not None:
-                found.append(source)
+        try:
+            for record in sorted(records(), key=lambda record: not record.uri.startswith(_PEER)):
+                if (source := self._partition(checkpoint, rank, record)) is not None:
+                    found.append(source)
+        except BaseException:
+            for source in found:  # else what they read by would never be idle again
+                source.close()
+            raise
         if not found:
             raise ModelNotFound(
                 f"partition {rank} of {checkpoint.digest} is neither on this node nor at a source it knows; register"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 from sllm_loaderd.daemon.copying import Copying
@@ -158,11 +159,10 @@ class LoaderService:
             found.close()
             return other
         self._open[digest] = found
-        if len(self._open) > _MOST_OPEN:
-            # What is in memory has the form of the model that is open: opened anew it may be its later conversion.
-            oldest = (each for each in self._open if each != digest and not self._in_memory(each))
-            if (closed := next(oldest, None)) is not None:
-                self._open.pop(closed).close()
+        # What is in memory has the form of the model that is open: opened anew it may be its later conversion.
+        oldest = (each for each in tuple(self._open) if each != digest and not self._in_memory(each))
+        for closed in islice(oldest, max(len(self._open) - _MOST_OPEN, 0)):
+            self._open.pop(closed).close()
         return found
 
     def _in_memory(self, digest: str) -> bool:
