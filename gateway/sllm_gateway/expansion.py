@@ -29,6 +29,15 @@ _COMPARED: Final = ("enum", "const", "required", "dependentRequired", "propertie
 _PLAIN: Final = jsonschema_rs.RegexOptions(size_limit=16 * 1024, dfa_size_limit=256 * 1024)
 """Of a regular expression that each byte of a text costs so much at most: others go back and forth, or have a thousand
 states at once, and one text of some bytes may take milliseconds, one of 256 KiB half a minute."""
+_SAID: Final = frozenset(
+    (
+        "type", "enum", "const", "not", "anyOf", "oneOf", "contains", "format", "pattern",
+        "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
+        "minItems", "maxItems", "uniqueItems", "items", "additionalItems", "minProperties",
+        "maxProperties", "additionalProperties", "propertyNames",
+    )
+)  # fmt: skip
+"""Each may say once of a value that it is wrong."""
 _UNTOLD: Final = frozenset({"$dynamicRef", "$recursiveRef", "unevaluatedProperties", "unevaluatedItems"})
 
 
@@ -45,8 +54,8 @@ class Expansion:
     patterned: bool = False
     """Whether texts are held against regular expressions: what that takes their bytes say, not how many there are."""
     branches: tuple[int, ...] = field(default=(0,), compare=False)
-    """As ``checks``, of the branches of ``anyOf`` and ``oneOf`` alone: each has the value for itself where it is
-    wrong."""
+    """As ``checks``, of what ``anyOf`` and ``oneOf`` and all within them may say is wrong: each has the value for
+    itself, also each name of ``required`` that lacks."""
 
     def copies(self, deep: int = DEPTH + 1) -> int:
         """How often a byte of a body at most is in what is told of it, where values lie so deep."""
@@ -62,7 +71,10 @@ class _Part:
     """One schema within the whole; others by their number."""
 
     weight: int = 1
-    branches: int = 0
+    said: int = 0
+    """What it may say of the value itself at most."""
+    branches: list[int] = field(default_factory=list)
+    """Of these and of all within them each error is told; else the first alone."""
     patterned: bool = False
     same: list[int] = field(default_factory=list)
     every_property: list[int] = field(default_factory=list)
@@ -78,7 +90,8 @@ def expansion(schema: Any) -> Expansion | None:
     if not order:
         return None
     checks, here, below = _levels(parts, order, [part.weight for part in parts])
-    branches, _, _ = _levels(parts, order, [part.branches for part in parts])
+    told = _beside(parts)
+    branches, _, _ = _levels(parts, order, [part.said if n in told else 0 for n, part in enumerate(parts)])
     unions = (MOST if below[n] else here[n] for n, part in enumerate(parts) if part.branches)
     patterned = any(part.patterned for part in parts)
     return Expansion(tuple(checks), max(unions, default=0), patterned, tuple(branches) or (0,))
@@ -158,7 +171,8 @@ def _parts(schema: Any) -> list[_Part]:
         part.weight += sum(len(each[word]) for word in _COMPARED if isinstance(each.get(word), dict | list))
         part.same += [number(target)] if "$ref" in each else []
         part.same += map(number, _schemas(each, *_SAME))
-        part.branches = sum(len(each[word]) for word in ("anyOf", "oneOf") if isinstance(each.get(word), list))
+        part.branches += map(number, _schemas(each, "anyOf", "oneOf"))
+        part.said = len(_SAID & each.keys()) + sum(map(len, _names(each)))
         part.every_property += map(number, _schemas(each, "patternProperties", "additionalProperties", "propertyNames"))
         part.a_property += map(number, _schemas(each, "properties"))
         part.every_item += map(number, _schemas(each, "contains", "additionalItems"))
@@ -166,6 +180,26 @@ def _parts(schema: Any) -> list[_Part]:
         of_items = part.an_item if isinstance(each.get("items"), list) else part.every_item
         of_items += map(number, _schemas(each, "items"))
     return parts
+
+
+def _beside(parts: list[_Part]) -> set[int]:
+    """Those that are branches of a union, or within one."""
+    found, left = set[int](), [number for part in parts for number in part.branches]
+    while left:
+        number = left.pop()
+        if number not in found:
+            found.add(number)
+            part = parts[number]
+            left += [*part.same, *part.every_property, *part.a_property, *part.every_item, *part.an_item]
+    return found
+
+
+def _names(part: dict[str, Any]) -> Iterator[list[Any]]:
+    """Lists of names each of which is told of if it lacks."""
+    depending = [part.get(word) for word in ("dependentRequired", "dependencies")]
+    for each in (part.get("required"), *(names for by in depending if isinstance(by, dict) for names in by.values())):
+        if isinstance(each, list):
+            yield each
 
 
 def _patterns(part: dict[str, Any]) -> list[Any]:

@@ -9,29 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from sllm_runtime.platform.control_groups import groups as groups
+from sllm_runtime.platform.control_groups import memory as memory
 from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.node import Gpu
 from sllm_runtime.protocol.quantities import gpu_kind, is_gpu_kind, parse_bytes
 
-_CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
-_OWN: Final = Path("/proc/self/cgroup")
-_UNIFIED: Final = re.compile(r"^0::/(.*)$", re.MULTILINE)
 _NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _CACHED = re.compile(r"^(?:active|inactive)_file (\d+)$", re.MULTILINE)
 _MODEL = re.compile(r"^Model:\s*(?:NVIDIA\s+)?(.+)$", re.MULTILINE)
-
-
-def groups(root: Path = _CGROUP, own: Path = _OWN) -> list[Path]:
-    """This process's control group (version 2) and those that it is in, each of which may have a limit; ``root``, which
-    a container sees its own at, is the last. A systemd unit's is its own."""
-    try:
-        found = _UNIFIED.search(own.read_text())
-    except OSError:
-        found = None
-    group = root / found[1] if found else root
-    return [*(each for each in (group, *group.parents) if each != root and each.is_relative_to(root)), root]
 
 
 def cores(within: Sequence[Path] = ()) -> float:
@@ -42,15 +30,6 @@ def cores(within: Sequence[Path] = ()) -> float:
             quota, period = map(int, (group / "cpu.max").read_text().split())
             count = min(count, quota / period)
     return count
-
-
-def memory(within: Sequence[Path] = ()) -> int:
-    """Bytes of memory this process may use: the machine's, cut by its control groups' limits."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for group in within or groups():
-        with contextlib.suppress(OSError, ValueError):
-            total = min(total, int((group / "memory.max").read_text()))
-    return total
 
 
 def available(within: Sequence[Path] = (), machine: Path = _MEMINFO) -> int:

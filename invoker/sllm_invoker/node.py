@@ -224,8 +224,10 @@ class Node:
 
     async def _listen(self) -> None:
         """Two of one name are found as one of them begins, mostly before it takes part."""
-        reports = await self._bus.subscribe(subjects.status(self._node), NodeStatus, self._namesake.heard)
-        self._namesake.listens()
+        try:
+            reports = await self._bus.subscribe(subjects.status(self._node), NodeStatus, self._namesake.heard)
+        finally:
+            self._namesake.listens()  # or it has failed: who waits for that looks
         try:
             await asyncio.sleep(LISTENS_S)
         finally:

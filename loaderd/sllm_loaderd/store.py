@@ -245,7 +245,8 @@ class ModelStore:
 
     def remember(self, record: SourceRecord) -> None:
         """Note which model a source gave; connections to what it was before end."""
-        if (former := self._record(record.uri)) is not None:
+        former = self._record(record.uri)
+        if former is not None and former.fingerprint != record.fingerprint:  # else they are to what it still is
             self.origins.forget(fixed(former))
         path = self._source_path(record.uri)
         temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")

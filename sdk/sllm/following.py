@@ -40,8 +40,6 @@ class Following:
     _since: float = 0.0
     _tries: int = 0
     _reads_on: bool = False
-    _said: str = ""
-    """By a gateway that could not read it; or that is how the call has ended, which nobody can tell apart."""
 
     def seen(self, event: Event) -> None:
         """An event is here. Of a call that counts which is whole; of what has no end a heartbeat too, since nothing may
@@ -59,11 +57,8 @@ class Following:
         on, that it cannot be read just now."""
         if event.event != "error":
             return False
-        told = json.loads(event.data)["error"]
-        if self._reads_on and told.get("code") == Unavailable.code:
-            self._said = told.get("message", "")
-            return True
-        return bool(told.get("code") == CallMoved.code)
+        code = json.loads(event.data)["error"].get("code")
+        return code == CallMoved.code or (self._reads_on and code == Unavailable.code)
 
     def broke(self, error: SllmError, trace: Trace, now: float) -> float:
         """Seconds to wait before the next gateway is asked. Raises how the stream broke off where that helps nothing:
@@ -75,8 +70,6 @@ class Following:
             self.lost, self.call, self._since = error, self.call or trace.call, now
             self._reads_on = True
         elif not error.retryable or (now - self._since > FOLLOW_S and self._tries >= len(self.gateways)):
-            if self._said and error.message == self._said:  # until now: it may be how the call has ended
-                raise error
             raise self.lost from error
         trace.call = self.call
         self._tries += 1

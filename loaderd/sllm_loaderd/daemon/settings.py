@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,12 +10,13 @@ from typing import Literal
 from pydantic import Field
 
 from sllm_loaderd.pipeline import Pipeline
+from sllm_runtime.platform.control_groups import memory
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.limits import CHUNK_BYTES
 
 
 def _half_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return memory() // 2  # of what the node has as its invoker tells it
 
 
 class LoaderSettings(Settings):

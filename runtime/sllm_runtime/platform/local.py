@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from sllm_runtime.platform import control_groups
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity, write_private
 from sllm_runtime.platform.settings import Identity
 from sllm_runtime.platform.streams import room_for_bundles
@@ -259,7 +260,7 @@ def _share(base: Mapping[str, str], nodes: int) -> dict[str, str]:
     """Several nodes on one machine divide its memory, unless the environment says how much each has."""
     if nodes == 1:
         return {}
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nodes
+    memory = control_groups.memory() // nodes
     given = {"SLLM_MEMORY": str(memory), "SLLM_POOL_BYTES": str(memory // 2)}
     return {key: value for key, value in given.items() if key not in base}
 

@@ -97,13 +97,15 @@ class Pool:
         if self.offer is None:
             return None
         shape, seen = self.offer.shape, self.record
+        last = self.full and not self.coming  # no other one comes that could tell whether the last was broken
+        gpus = seen.fewer if seen.gpus is None and last else seen.gpus
         return replace(
             shape,
             cpu=min(shape.cpu, seen.cpu) if seen.cpu else shape.cpu,
             memory=min(shape.memory, seen.memory) if seen.memory else shape.memory,
             gpus=shape.gpus
-            if seen.gpus is None
-            else tuple(Gpu(index=index, kind=kind, memory=memory) for index, (kind, memory) in enumerate(seen.gpus)),
+            if gpus is None
+            else tuple(Gpu(index=index, kind=kind, memory=memory) for index, (kind, memory) in enumerate(gpus)),
         )
 
     @property

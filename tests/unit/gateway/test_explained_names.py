@@ -1,0 +1,36 @@
+"""What is wrong of a union's branch has the value once for each name that lacks: that has to have room."""
+
+from __future__ import annotations
+
+import json
+import resource
+from typing import Any
+
+import pytest
+
+from sllm_gateway.arguments import EXPLAINED_BYTES, Arguments
+from sllm_gateway.expansion import expansion
+from sllm_runtime.protocol.errors import InvalidArgument
+
+NAMES = [f"p{number}" for number in range(300)]
+PROPERTIES = {name: {"type": "string"} for name in NAMES}
+MODEL: dict[str, Any] = {"type": "object", "properties": PROPERTIES, "required": NAMES}
+SCHEMA = {"type": "object", "properties": {"x": {"anyOf": [MODEL, {"type": "null"}]}}, "required": ["x"]}
+
+
+def test_of_a_branch_with_many_names_no_more_is_told_than_has_room() -> None:
+    body = json.dumps({"x": {"junk": "a" * 1_300_000}}).encode()
+    arguments = Arguments(SCHEMA)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidArgument):
+        arguments.check_now(body)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 30 * EXPLAINED_BYTES, f"{grown >> 20} MiB"
+
+
+def test_a_name_that_lacks_counts_where_it_is_told_of() -> None:
+    told, plain = expansion(SCHEMA), expansion(MODEL)
+    assert told is not None
+    assert told.copies(1) > len(NAMES)
+    assert plain is not None
+    assert plain.copies() == 1, "of what is no union the first alone is told"
