@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-_CGROUP: Final = Path("/sys/fs/cgroup")
-_OWN: Final = Path("/proc/self/cgroup")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+OWN: Final = Path("/proc/self/cgroup")
 _UNIFIED: Final = re.compile(r"^0::/(.*)$", re.MULTILINE)
 
 
-def groups(root: Path = _CGROUP, own: Path = _OWN) -> list[Path]:
+def groups(root: Path = CGROUPS, own: Path = OWN) -> list[Path]:
     """This process's control group (version 2) and those that it is in, each of which may have a limit; ``root``, which
     a container sees its own at, is the last. A systemd unit's is its own."""
     try:

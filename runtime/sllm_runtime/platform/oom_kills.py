@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Final
 
-CGROUPS: Final = Path("/sys/fs/cgroup")
+from sllm_runtime.platform.control_groups import CGROUPS, OWN
+
 UNIFIED: Final = "memory.events"
 SPLIT: Final = "memory.oom_control"
 """In the directory of a control group, of version 2 and 1."""
 MACHINE: Final = Path("/proc/vmstat")
-_OWN: Final = Path("/proc/self/cgroup")
 _LINE: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _GROUP: Final = re.compile(r"^(\d+):([^:]*):/(.*)$", re.MULTILINE)
 
@@ -31,7 +31,7 @@ def of_group(root: Path = CGROUPS) -> int | None:
     return next((count for file in files if (count := counted(file)) is not None), None)
 
 
-def nearest(root: Path = CGROUPS, own: Path = _OWN, machine: Path = MACHINE) -> int:
+def nearest(root: Path = CGROUPS, own: Path = OWN, machine: Path = MACHINE) -> int:
     """Processes of this process's own control group; where that is not told, of the whole machine; else 0."""
     try:
         groups = _GROUP.findall(own.read_text())

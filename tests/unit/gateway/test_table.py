@@ -25,18 +25,22 @@ def takes(name: str, created: float) -> Route:
     return Route(function="chat", version=1, manifest=what, active=True, created=created)
 
 
+async def followed(nats: Nats, table: RouteTable) -> tuple[StateStore, watching.Watch]:
+    """Who writes the state, with a function in it, and a gateway's watch."""
+    leader = await nats.store(CONTROLLER)
+    await leader.elect(CONTROLLER)
+    await leader.put(KEY, takes("prompt", 1.0))
+    store = await StateStore.open(await nats.bus(GATEWAY), create=False)
+    return leader, await store.watch(subjects.ROUTE_KEYS, Route, table.apply)
+
+
 async def test_a_function_that_was_deleted_and_deployed_anew_meanwhile_is_another_one(
     nats: Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counts its versions anew. Of both this gateway sees, after an outage of its own, the last one alone."""
-    leader = await nats.store(CONTROLLER)
-    await leader.elect(CONTROLLER)
-    await leader.put(KEY, takes("prompt", 1.0))
     changed = list[tuple[Version, bool]]()
     table = RouteTable(lambda version: changed.append((version, version.removed)))
-    watch = await (await StateStore.open(await nats.bus(GATEWAY), create=False)).watch(
-        subjects.ROUTE_KEYS, Route, table.apply
-    )
+    leader, watch = await followed(nats, table)
     before = table.find("chat")
     await before.arguments.check(b'{"prompt": "x"}')
     again, real = asyncio.Event(), watching._Picture.open
@@ -58,14 +62,9 @@ async def test_a_function_that_was_deleted_and_deployed_anew_meanwhile_is_anothe
 
 async def test_a_server_that_lags_takes_no_function_away(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three servers any may have the consumer that is made after an outage, also one that has nothing yet."""
-    leader = await nats.store(CONTROLLER)
-    await leader.elect(CONTROLLER)
-    await leader.put(KEY, takes("prompt", 1.0))
     changed = list[tuple[Version, bool]]()
     table = RouteTable(lambda version: changed.append((version, version.removed)))
-    watch = await (await StateStore.open(await nats.bus(GATEWAY), create=False)).watch(
-        subjects.ROUTE_KEYS, Route, table.apply
-    )
+    _, watch = await followed(nats, table)
     found, lags = table.find("chat"), ["once"]
     opened = watching._Picture.open
 

@@ -67,8 +67,6 @@ class Pool:
 
     timing: Timing = field(default_factory=Timing)
     record: PoolRecord = field(default_factory=PoolRecord)
-    before: frozenset[str] = frozenset()
-    """Nodes that a controller before has heard: it has learnt of them what there is to learn."""
     offer: Offer | None = None
     """None: the provider has not answered yet."""
     arrived: Mapping[str, float] = field(default_factory=lambda: _NOTHING)

@@ -153,7 +153,7 @@ def _only(times: Mapping[str, float], members: frozenset[str]) -> dict[str, floa
 def _seen(view: View, pool: Pool, name: str) -> Pool:
     """With what a node has that has just arrived, where that is less than is said of its kind."""
     status = view.nodes[name].status
-    if status is None or name in pool.before:
+    if status is None or name in pool.record.seen:  # under a controller before
         return pool
     record = pool.record
     cpu = min(record.cpu, status.cpu) if record.cpu else status.cpu

@@ -32,9 +32,7 @@ def supplied(settings: Settings, record: PoolRecord, loop: Loop, ledger: Ledger)
     """By the provider that ``settings`` name, as the last controller left it. Raises ``InvalidRequest`` for settings
     that cannot work."""
     rules = settings if isinstance(settings, ProviderSettings) else ProviderSettings()
-    return Supplying(
-        loop, ledger, rules.provider(), Pool(rules.timing, record, frozenset(record.seen)), rules.nodes_every
-    )
+    return Supplying(loop, ledger, rules.provider(), Pool(rules.timing, record), rules.nodes_every)
 
 
 class Supplying:

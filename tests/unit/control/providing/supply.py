@@ -112,9 +112,4 @@ class Supplied(World):
         """Another controller takes over: of the pool it has what is stored."""
         record: PoolRecord = self.pool.record
         nodes = {name: replace(node, status=None, heard=None) for name, node in self.view.nodes.items()}
-        self.view = replace(
-            self.view,
-            pool=Pool(self.pool.timing, record, frozenset(record.seen)),
-            nodes=nodes,
-            listening_since=self.now,
-        )
+        self.view = replace(self.view, pool=Pool(self.pool.timing, record), nodes=nodes, listening_since=self.now)
