@@ -48,6 +48,7 @@ from sllm_gateway.stored import Stored
 from sllm_gateway.succession import Succession
 from sllm_gateway.table import RouteTable, Version
 from sllm_gateway.taking_up import TakingUp
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.platform.clock import since_boot
@@ -200,7 +201,8 @@ class Gateway:
             self._news.tell(Kind.CALL_CANCELLED, call, error.message)
         if error is None or error.status < 500 or self.calls.left(call):
             return
-        self._failed(error, call.version.function, call.version.number, call.id)
+        with trace.within(call.order.traceparent):
+            self._failed(error, call.version.function, call.version.number, call.id)
 
     def _given_up(self, order: CallOrder, error: SllmError) -> None:
         """As ``_ended``, of a kept call whose gateway is no more, and which nobody goes on with."""
@@ -214,7 +216,8 @@ class Gateway:
                 call=order.call,
             )
         elif error.status >= 500:
-            self._failed(error, order.function, order.version, order.call)
+            with trace.within(order.traceparent):
+                self._failed(error, order.function, order.version, order.call)
 
     def _failed(self, error: SllmError, function: str, version: int, call: str) -> None:
         log.warning("%s: %s: %s", Kind.CALL_FAILED, error.code, error.message, extra={"call": call})

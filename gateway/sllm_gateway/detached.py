@@ -27,6 +27,7 @@ from sllm_gateway.journal import CLAIMED_S, Journal, kept_s, known_s, moved
 from sllm_gateway.metrics import Metrics
 from sllm_gateway.resumption import VALUES, Resumption
 from sllm_gateway.table import RouteTable, Version
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.calls import (
@@ -119,15 +120,17 @@ class Detached:
         now. Raises ``QueueFull``, ``Draining``, ``Unavailable`` (``StoreFull`` at once), ``Conflict`` where its key is
         another call's; then it is none."""
         keep = _order_s(order.version)
-        self._calls.require_open()
-        with self._metrics.refusing(order.version.function):  # one that would be refused is not written first
+        refusing, function = self._metrics.refusing, order.version.function
+        with refusing(function):  # one that would be refused is not written first
+            self._calls.require_open()
             self._calls.dispatcher.require_room(order.version)
-        await self._journal.admit(asked, len(order.body))
+            await self._journal.admit(asked, len(order.body))
         ordered = False
         try:
-            await self._write_body(order, asked, keep)
-            ordered = True
-            fence = await self._journal.begin(stream_of(asked), asked, keep)
+            with refusing(function):
+                await self._write_body(order, asked, keep)
+                ordered = True
+                fence = await self._journal.begin(stream_of(asked), asked, keep)
             call = self._calls.admit(order)
         except BaseException as error:
             undo = functools.partial(self._journal.give_back, asked)
@@ -230,11 +233,12 @@ class Detached:
         # Its time counts anew: no clock of another life is known.
         now = self._clock()
         order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, asked.traceparent, asked.created)
-        call = self._calls.admit(order, earlier)
-        if earlier.resumption is not None:
-            self._metrics.inherited.labels(asked.function).inc(resumption.count)
-        log.info("call goes on after %d frame(s)", len(frames), extra={"call": call.id})
-        self._start(call, asked, journaled, fence, frames)
+        with trace.within(asked.traceparent):
+            call = self._calls.admit(order, earlier)
+            if earlier.resumption is not None:
+                self._metrics.inherited.labels(asked.function).inc(resumption.count)
+            log.info("call goes on after %d frame(s)", len(frames), extra={"call": call.id})
+            self._start(call, asked, journaled, fence, frames)
 
     # --- the journal ------------------------------------------------------------------------------
     def _start(

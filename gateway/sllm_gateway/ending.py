@@ -14,6 +14,7 @@ from sllm_gateway.moves import Moves
 from sllm_gateway.news import Tell
 from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.retry import worth_resuming, worth_retrying
+from sllm_runtime.platform import trace
 from sllm_runtime.protocol.errors import (
     CallMoved,
     Cancelled,
@@ -167,7 +168,8 @@ class Ending:
 
     def _again(self, call: Call, error: SllmError, *, stopped: bool) -> bool:
         """Whether another instance has it: it goes on, or begins again. ``stopped``: see ``Call.break_off``."""
-        return self._resume(call, error, stopped) or self._retry(call, error)
+        with trace.within(call.order.traceparent):
+            return self._resume(call, error, stopped) or self._retry(call, error)
 
     def _resume(self, call: Call, error: SllmError, stopped: bool) -> bool:
         """Whether the call goes on elsewhere from its tokens; its caller sees a gap and nothing else."""

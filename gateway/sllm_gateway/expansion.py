@@ -34,7 +34,7 @@ _SAID: Final = frozenset(
         "type", "enum", "const", "not", "anyOf", "oneOf", "contains", "format", "pattern",
         "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
         "minItems", "maxItems", "uniqueItems", "items", "additionalItems", "minProperties",
-        "maxProperties", "additionalProperties", "propertyNames",
+        "maxProperties", "additionalProperties", "propertyNames", "contentEncoding", "contentMediaType",
     )
 )  # fmt: skip
 """Each may say once of a value that it is wrong."""
@@ -159,6 +159,7 @@ def _parts(schema: Any) -> list[_Part]:
         each, part = schemas[len(parts)], _Part()
         parts.append(part)
         if not isinstance(each, dict):
+            part.said = int(each is False)  # which nothing fits
             continue
         renamed = part is not parts[0] and ("$id" in each or "id" in each)
         target = _target(schema, each["$ref"]) if "$ref" in each else schema

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Router
+from starlette.routing import Match, Route, Router
 
 from sllm_gateway import errors
 from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, header, refuse_body
@@ -61,7 +61,7 @@ class Front:
         except SllmError as error:
             await self._error(error, scope, receive, seen)
         except HTTPException as error:
-            await self._error(_typed(error, scope), scope, receive, seen)
+            await self._error(_typed(error, scope, self._router), scope, receive, seen)
         except asyncio.CancelledError:  # by the server, which waits no longer: see ``Server.finish``
             await self._error(GatewayStopped(STOPPED), scope, receive, seen)
             raise
@@ -109,12 +109,13 @@ class _Seen:
         return self._send(message)
 
 
-def _typed(error: HTTPException, scope: Scope) -> SllmError:
+def _typed(error: HTTPException, scope: Scope, router: Router) -> SllmError:
     path = quoted(scope["path"])[1:-1]
     if error.status_code == 404:
         return NotFound(f"there is no route {path}; docs/http.md and /api/v1/openapi.json list them")
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        there = (each for each in router.routes if isinstance(each, Route) and each.matches(scope)[0] is not Match.NONE)
+        allowed = ", ".join(sorted({method for each in there for method in each.methods or ()}))  # one has not all
         refused = MethodNotAllowed(f"{path} does not take {scope['method']}, only {allowed}")
         refused.allow = allowed
         return refused

@@ -288,7 +288,8 @@ class Moves:
         self._metrics.resent.inc(source.resends)
         self._metrics.moved.labels(call.version.function).inc()
         text = "call goes on at %s after %d round(s), %d token(s) behind"
-        log.info(text, move.binding.instance, move.rounds, missing, extra={"call": call.id})
+        with trace.within(call.order.traceparent):
+            log.info(text, move.binding.instance, move.rounds, missing, extra={"call": call.id})
         self._adopt(call, move, new, dropped, now)
         self._tell(Kind.CALL_MOVED, call, f"from {source.instance} to {move.binding.instance}")
 
@@ -308,7 +309,8 @@ class Moves:
             return False
         new, dropped = move.switch(self._clock())
         self._let_draw(move)
-        log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
+        with trace.within(call.order.traceparent):
+            log.warning("call goes on at %s: its instance died", move.binding.instance, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
         self._adopt(call, move, new, dropped, self._clock())
         self._tell(Kind.CALL_RESUMED, call, f"its instance died on its way to {move.binding.instance}")
@@ -353,7 +355,8 @@ class Moves:
             call.move = None
             self._unfollow(call)
             return
-        log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
+        with trace.within(call.order.traceparent):
+            log.info("call does not move to %s: %s", move.binding.instance, why, extra={"call": call.id})
         self._let_go(call, move, why, gone=gone, busy=busy)
         now, source = self._clock(), call.binding
         if move.stage in (Stage.BESIDE, Stage.HANDED) and source is not None and not (call.over or source.cancelled):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from sllm_gateway.call import Call
+from sllm_runtime.platform import trace
 from sllm_runtime.platform.announce import Announcer
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol.events import Kind
@@ -36,7 +37,8 @@ class News:
         """Never waits. See ``Tell``."""
         if kind not in _SAID:
             more = f" (and {len(others)} more)" if others else ""
-            log.info("%s: %s%s", kind, why, more, extra={"call": call.id})
+            with trace.within(call.order.traceparent):  # whoever tells it may be of no request
+                log.info("%s: %s%s", kind, why, more, extra={"call": call.id})
             if others and log.isEnabledFor(logging.DEBUG):
                 log.debug("%s: %s", kind, " ".join(each.id for each in others))
         for each in (call, *others):

@@ -18,6 +18,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from sllm_invoker.lines import LINE_BYTES, LineCutter, TokenBucket, thinned
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.clipping import clip
@@ -67,6 +69,8 @@ class LogSink:
         self._waiting_bytes = 0
         self._wake = asyncio.Event()
         self._dropped = 0
+        self._lost: dict[str, int] = {}
+        """Lines of a function that the stream lacks since its last one there."""
 
     @property
     def writing(self) -> frozenset[str]:
@@ -81,7 +85,10 @@ class LogSink:
             self._failed(record, error)
         if len(self._waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
             self._dropped += 1
+            self._lost[record.function] = self._lost.get(record.function, 0) + 1 + record.dropped
             return
+        if lost := self._lost.pop(record.function, 0):
+            record = replace(record, dropped=record.dropped + lost)
         self._waiting.append(record)
         self._waiting_bytes += len(record.text)
         self._wake.set()

@@ -284,6 +284,8 @@ class Node:
             self._bus.publish_now(reply_to, reply)
 
     async def _publish_status(self, status: NodeStatus) -> None:
+        if self._namesake.goes:  # each would be the end of what the other one runs
+            return
         self._bus.publish_now(subjects.status(self._node), status)
 
     async def _publish_log(self, record: LogRecord) -> None:

@@ -38,6 +38,14 @@ def host_pid(pidfd: int) -> int:
     return max(0, int(found[1])) if found else 0
 
 
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    """Our end and theirs, each closed with its stack."""
+    out, end = os.pipe2(os.O_CLOEXEC)
+    ours.callback(os.close, out)
+    theirs.callback(os.close, end)
+    return out, end
+
+
 class ProcessSandbox:
     """One forked worker. Owns its socket, both pipes and the pidfd."""
 
@@ -271,23 +279,17 @@ class ProcessDriver:
         return self._server
 
     async def _fork(self, server: ForkServer, name: str) -> ProcessSandbox:
-        ours, theirs = socket.socketpair()
-        out, out_end = os.pipe2(os.O_CLOEXEC)
-        err, err_end = os.pipe2(os.O_CLOEXEC)
-        try:
-            born = await server.spawn(name, theirs, out_end, err_end)
-        except BaseException:
-            ours.close()
-            os.close(out)
-            os.close(err)
-            raise
-        finally:
-            theirs.close()
-            os.close(out_end)
-            os.close(err_end)
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:  # each may be the one too many
+            wire, end = socket.socketpair()
+            ours.callback(wire.close)
+            theirs.callback(end.close)
+            out, out_end = _pipe(ours, theirs)
+            err, err_end = _pipe(ours, theirs)
+            born = await server.spawn(name, end, out_end, err_end)
+            ours.pop_all()
         os.set_blocking(out, False)
         os.set_blocking(err, False)
-        sandbox = ProcessSandbox(name, AsyncWire(ours, max_fds=0), out, err, born.pidfd, server)
+        sandbox = ProcessSandbox(name, AsyncWire(wire, max_fds=0), out, err, born.pidfd, server)
         self._living[name] = sandbox
         sandbox.exited.add_done_callback(lambda _future: self._living.pop(name, None))
         return sandbox

@@ -110,7 +110,10 @@ class Work:
 
     def name(self, number: int | None) -> str | None:
         """Id of the call with this number, if it runs or ran lately."""
-        return self._names.get(number) if number is not None else None
+        if number is None:
+            return None
+        call = self._calls.get(number)
+        return call.head.call if call is not None else self._names.get(number)
 
     # --- towards the worker ---------------------------------------------------------------------------
     def tell(self, body: Said, fds: Sequence[int] = (), *, granted: bool = False) -> None:
@@ -130,9 +133,6 @@ class Work:
     def begin(self, call: Call, body: list[bytes]) -> None:
         """Hand over a call and what is here of its body."""
         self._calls[call.number] = call
-        self._names[call.number] = call.head.call
-        if len(self._names) > REMEMBERED:
-            self._names.popitem(last=False)
         self.tell(StartCall(number=call.number, head=call.head, body=body[0] if body else b""), granted=True)
         if body:
             self._count(call, body[0])
@@ -229,6 +229,9 @@ class Work:
 
     def _done(self, call: Call) -> None:
         del self._calls[call.number]
+        self._names[call.number] = call.head.call
+        if len(self._names) > REMEMBERED:
+            self._names.popitem(last=False)
         now = self._clock()
         if call.cancel is None:
             self.served += 1

@@ -46,6 +46,8 @@ class Origins:
         self._sources: dict[str, Source] = {}
         self._readers: Counter[Source] = Counter()
         """Objects that were opened for somebody and are not closed yet."""
+        self._leaving = set[Source]()
+        """Those that are forgotten and go with their last reader."""
         self._closed = False
 
     def open(
@@ -104,9 +106,13 @@ class Origins:
         return [LazyObject(self._source(uri), entry) for entry, uri in found.values()]
 
     def forget(self, uri: str) -> None:
-        """End the connections to a source, whose files are at ``uri`` (``fixed``)."""
+        """End the connections to a source, whose files are at ``uri`` (``fixed``). What reads a hub's commit reads on:
+        it is what it was, wherever a branch is by now."""
         with self._lock:
             source = self._sources.pop(uri, None)
+            if source is not None and source in self._readers and uri.startswith(_HUB):
+                self._leaving.add(source)
+                return
         if source is not None:
             source.close()
 
@@ -114,8 +120,9 @@ class Origins:
         """End all connections and the reads that use them; later ones fail."""
         with self._lock:
             self._closed = True
-            sources, self._sources = self._sources, {}
-        for source in sources.values():
+            sources, self._sources = {*self._sources.values(), *self._leaving}, {}
+            self._leaving.clear()
+        for source in sources:
             source.close()
 
     def _lent(self, uri: str, entry: Entry) -> LazyObject:
@@ -126,8 +133,13 @@ class Origins:
     def _given_back(self, source: Source) -> None:
         with self._lock:
             self._readers[source] -= 1
-            if not self._readers[source]:
-                del self._readers[source]
+            if self._readers[source]:
+                return
+            del self._readers[source]
+            if source not in self._leaving:
+                return
+            self._leaving.discard(source)
+        source.close()
 
     def _source(self, uri: str, readers: int = 0) -> Source:
         """The source at ``uri``, opened once; of those that nobody reads by the least recently used go when there are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -101,6 +102,33 @@ def test_a_leader_that_wakes_with_much_to_do_does_none_of_it(cluster: Cluster) -
         assert {*live(cluster, name)} == now[name] == ready(cluster, name), name
         assert worker_of(cluster, name) == there[name], name
         assert len(events(cluster, name, "instance.starting")) == started[name], name
+
+
+def test_a_leader_that_wakes_tells_nothing_of_what_happened_meanwhile(cluster: Cluster) -> None:
+    """The one that leads has told it, at its time: each thing happened once."""
+    deploy(cluster, "kinds::awaited", name="dies", min_instances=1)
+    before = term(cluster)
+    old = cluster.pid(before.controller)
+    (was,) = live(cluster, "dies")
+    os.kill(old, signal.SIGSTOP)
+    try:
+        wait(lambda: term(cluster).term > before.term, "another one is elected")
+        os.kill(worker_of(cluster, "dies"), signal.SIGKILL)
+        wait(lambda: ready(cluster, "dies") - {was}, "the new one starts what has to be there")
+        told = of_instances(cluster, "dies")
+        assert told.count(("instance.lost", was)) == 1
+    finally:
+        os.kill(old, signal.SIGCONT)
+    cluster.wait_restarted(before.controller, old)
+    assert cluster.http.post("/fn/dies", json={"text": "a"}).json() == "A"
+    assert of_instances(cluster, "dies") == told
+
+
+def of_instances(cluster: Cluster, name: str) -> list[tuple[str, str]]:
+    query = {"function": name, "kind": "instance"}
+    text = cluster.http.get(f"{API}/events", params=query).text
+    told = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    return [(each["kind"], each["instance"]) for each in told]
 
 
 def ready(cluster: Cluster, name: str) -> set[str]:

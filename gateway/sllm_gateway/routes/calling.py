@@ -97,6 +97,8 @@ class Caller:
 
     def admit(self, order: Order, asked: Callable[[bool], CallOrder]) -> Call:
         """Begin a call that is not kept; ``asked(durable)`` is what another gateway would be told of its stream."""
+        with self.metrics.refusing(order.version.function):
+            self.calls.require_open()
         call = self.calls.admit(order)
         if order.stream and call.resumption is not None:
             call.before_open = partial(self._lives_on, call)

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,6 +47,8 @@ time is for those that ask."""
 STUCK_S: Final = 10.0
 """Between two reports of a bug that keeps plans from being made."""
 REFUSED_S: Final = 1.0
+MOST_UNTOLD: Final = 10_000
+"""Events that wait until it is sure that it leads."""
 
 
 class Loop:
@@ -75,6 +78,7 @@ class Loop:
         """Of calls that wait for an instance, one of each version."""
         self.history = History()
         self._decisions = Decisions(bus, self.history, policy, time.time)
+        self._untold: deque[Event] = deque(maxlen=MOST_UNTOLD)
         self._wake = asyncio.Event()
         self._told_stuck = -math.inf
         self._committing = asyncio.Lock()
@@ -168,11 +172,18 @@ class Loop:
     def _tell(self, event: Event) -> None:
         fields = {"function": event.function, "instance": event.instance, "node": event.node, "call": event.call}
         log.info("%s %s", event.kind, event.message, extra={k: v for k, v in fields.items() if v})
-        try:
-            subject = subjects.event("controller", self._bus.identity, event.kind, event.function, event.call)
-            self._bus.publish_now(subject, event)
-        except SllmError as error:
-            log.warning("event %s was dropped: %s", event.kind, error.message)
+        self._untold.append(event)
+        self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        """Once it is sure that it leads: what one that was deposed hears of is told by the next one."""
+        while self._untold and self._may_act():
+            event = self._untold.popleft()
+            try:
+                subject = subjects.event("controller", self._bus.identity, event.kind, event.function, event.call)
+                self._bus.publish_now(subject, event)
+            except SllmError as error:
+                log.warning("event %s was dropped: %s", event.kind, error.message)
 
     def _notify(self, functions: frozenset[str]) -> None:
         for function in functions:
@@ -253,6 +264,7 @@ class Loop:
             if now - due > limits.STALL_S:
                 self.listening_again()
             self._wake.clear()
+            self._tell_untold()
             more = self._may_act() and self._step()
             self._notify(frozenset({changes.NODES}))
             took = time.thread_time() - used  # its own work, however long, is no standstill

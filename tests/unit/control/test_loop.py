@@ -15,7 +15,7 @@ from sllm_runtime.protocol.records import InstanceRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
-from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.bench import Bench, manifest, stored_events
 from tests.unit.control.scripted_node import ScriptedNode
 from tests.unit.control.test_commit import Shut, shut
 
@@ -163,3 +163,25 @@ async def test_a_source_is_told_to_end_once_it_is_stored_where_its_calls_go_on(
         shut.open()
         await until(lambda: bench.node.stops, what="it is told when that is stored")
         assert (await bench.stored(key, InstanceRecord)).moves_to
+
+
+async def test_what_who_is_not_sure_to_lead_hears_of_is_told_once_it_is(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = bench.controller.loop
+    await bench.gateway.deploy(manifest(min_instances=1))
+    (instance,) = bench.live()
+    sure, is_sure = False, own._may_act
+    monkeypatch.setattr(own, "_may_act", lambda: sure and is_sure())
+    bench.node.put(instance, InstanceState.LOST)
+    await until(lambda: instance not in bench.live(), what="it has heard that")
+    await own._bus.flush()
+    lost = "instance.lost", instance
+    assert lost not in [(event.kind, event.instance) for event in await stored_events(bench)]
+    sure = True
+    own._wake.set()
+
+    async def told() -> bool:
+        return lost in [(event.kind, event.instance) for event in await stored_events(bench)]
+
+    await until(told, what="it leads all the same")

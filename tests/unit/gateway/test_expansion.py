@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import resource
 import time
 from typing import Any
 
@@ -15,6 +14,8 @@ from hypothesis import strategies as st
 from sllm_gateway.arguments import CHECKS, EXPLAINED, Arguments
 from sllm_gateway.expansion import DEPTH, MOST, Expansion, expansion, extent
 from sllm_runtime.protocol.errors import InvalidArgument, InvalidManifest
+from sllm_runtime.protocol.limits import MIB
+from tests.fixtures.memory import growth
 
 
 def doubled(times: int, last: Any = None) -> dict[str, Any]:
@@ -230,10 +231,9 @@ async def test_what_is_wrong_of_a_large_value_is_not_held_many_times() -> None:
     kinds = [{"properties": {"kind": {"const": number}}, "type": "object"} for number in range(50)]
     arguments = Arguments({"properties": {"a": {"anyOf": kinds}}})
     arguments.require_bounded()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InvalidArgument):
+    with growth() as grown, pytest.raises(InvalidArgument):
         await arguments.check(b'{"a": "%b"}' % (b"b" * 2**23))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+    assert grown.nbytes < 200 * MIB
 
 
 async def test_what_is_wrong_and_nested_deeply_is_the_callers_doing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from sllm_gateway.arguments import EXPLAINED_BYTES, Arguments
 from sllm_gateway.expansion import expansion
 from sllm_runtime.protocol.errors import InvalidArgument
+from tests.fixtures.memory import growth
 
 NAMES = [f"p{number}" for number in range(300)]
 PROPERTIES = {name: {"type": "string"} for name in NAMES}
@@ -21,11 +21,9 @@ SCHEMA = {"type": "object", "properties": {"x": {"anyOf": [MODEL, {"type": "null
 def test_of_a_branch_with_many_names_no_more_is_told_than_has_room() -> None:
     body = json.dumps({"x": {"junk": "a" * 1_300_000}}).encode()
     arguments = Arguments(SCHEMA)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InvalidArgument):
+    with growth() as grown, pytest.raises(InvalidArgument):
         arguments.check_now(body)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 30 * EXPLAINED_BYTES, f"{grown >> 20} MiB"
+    assert grown.nbytes < 30 * EXPLAINED_BYTES, f"{grown.nbytes >> 20} MiB"
 
 
 def test_a_name_that_lacks_counts_where_it_is_told_of() -> None:

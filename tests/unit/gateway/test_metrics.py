@@ -3,17 +3,20 @@
 import json
 
 import msgspec
+import pytest
 
 from sllm_gateway.metrics import OTHER, Metrics
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ErrorBody, SllmError
 from sllm_runtime.protocol.frames import End, FrameKind, Usage
 from sllm_runtime.protocol.http import API
-from sllm_runtime.protocol.limits import KIB
+from sllm_runtime.protocol.limits import KIB, MIB
+from sllm_runtime.protocol.subjects import BODIES_STREAM
 from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
-from tests.unit.gateway.peer import Run, entry, manifest, world
+from tests.unit.gateway.peer import Run, entry, hang, manifest, world
+from tests.unit.gateway.test_kept_calls import ASYNC
 from tests.unit.gateway.test_succession import a_call
 
 
@@ -56,3 +59,24 @@ async def test_of_a_call_that_has_ended_little_is_kept_and_told(nats: Nats) -> N
         text = (await w.http.get(f"{API}/events", params={"call": call})).text
         (told,) = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         assert len(told["fields"]["code"]) <= 200
+
+
+@pytest.mark.parametrize(("headers", "code"), [(ASYNC, "store_full"), (ASYNC, "draining"), ({}, "draining")])
+async def test_whatever_refuses_a_request_to_a_function_is_counted(
+    nats: Nats, headers: dict[str, str], code: str
+) -> None:
+    """There is no event of it, and no call: only this says that callers are turned away."""
+    async with world(nats) as w:
+        await w.deploy(manifest("f"), entry(), script=hang)
+        if code == "store_full":
+            bus = w.controller.bus
+            config = (await bus.jetstream.stream_info(BODIES_STREAM)).config
+            await bus.jetstream.update_stream(config.evolve(max_bytes=MIB))
+        else:
+            w.gateway.calls._draining = True
+        answer = await w.http.post("/fn/f", json={"text": "x" * MIB}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+        text = (await w.http.get("/metrics")).text
+        assert [line for line in text.splitlines() if line.startswith("sllm_calls_total")] == [
+            f'sllm_calls_total{{code="{code}",function="f"}} 1.0'
+        ]

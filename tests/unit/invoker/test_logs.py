@@ -161,3 +161,28 @@ def test_a_file_that_cannot_be_written_is_said_once_a_minute(
     assert texts(full) == ["there is room again"]
     assert len(texts(tmp_path / "other.jsonl")) == 2 * 60
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_the_line_behind_those_that_a_bus_that_is_away_cost_says_how_many_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To who follows the stream: in the node's own log it is seen by nobody who has the function."""
+    published: list[LogRecord] = []
+
+    async def publish(line: LogRecord) -> None:
+        published.append(line)
+
+    monkeypatch.setattr(logs, "MAX_WAITING", 10)
+    sink = LogSink(tmp_path, publish)
+    for number in range(13):
+        sink.add(record("f", f"{number}"))
+    sink.add(record("g", "of another function, lost too"))
+    running = asyncio.create_task(sink.run())
+    await until(lambda: len(published) == 10, what="the bus is back")
+    for function in ("f", "g", "f"):
+        sink.add(record(function, "after"))
+    await until(lambda: len(published) == 13)
+    await end((running,))
+    sink.close()
+    assert [(each.function, each.dropped) for each in published[10:]] == [("f", 3), ("g", 1), ("f", 0)]
+    assert texts(tmp_path / "f.jsonl") == [*(f"{number}" for number in range(13)), "after", "after"]

@@ -11,7 +11,7 @@ import pytest
 
 from sllm_invoker.account import Account
 from sllm_invoker.call import Call
-from sllm_invoker.work import Work
+from sllm_invoker.work import REMEMBERED, Work
 from sllm_runtime.control import instances
 from sllm_runtime.control.view import Instance, View
 from sllm_runtime.platform.wire import AsyncWire
@@ -147,3 +147,20 @@ async def test_how_long_calls_take_is_not_learned_from_those_that_began_elsewher
     finally:
         work._wire.close()
         theirs.close()
+
+
+async def test_a_call_that_runs_keeps_its_name_however_many_came_after_it(told: Told) -> None:
+    """Its lines are its own for as long as it runs (``sllm fn logs --call``)."""
+    end = Frame(0, FrameKind.END, codec.pack(End()))
+    long = Call(told.work.next_number(), "gw", head_of(0), 0.0)
+    told.work.begin(long, [])
+    for _ in range(REMEMBERED + 1):
+        short = Call(told.work.next_number(), "gw", head_of(0), 0.0)
+        told.work.begin(short, [])
+        told.work.on_message(CallFrames(((short.number, (end,)),)))
+    assert told.work.running == 1
+    assert told.work.name(long.number) == "c"
+    assert told.work.name(1 + REMEMBERED) == "c", "one that ended lately has its name still"
+    assert len(told.work._names) <= REMEMBERED + 1, "and others are forgotten"
+    told.work.on_message(CallFrames(((long.number, (end,)),)))
+    assert told.work.name(long.number) == "c", "it ended just now"

@@ -15,6 +15,11 @@ Factors = Callable[[str], Sequence[float] | None]
 
 _LLAMA3: Final = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original length of every Llama 3.1 and later; the file has the result only."""
+_ENDS: Final = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>",
+    "_<EOT>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+})  # fmt: skip
+"""Tokens that end an output whatever the file says, as llama.cpp has it: most files name one of several alone."""
 _GEMMA_27B: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the models that scale queries by the width of a head in the residual stream, as llama.cpp tells them."""
 
@@ -46,14 +51,19 @@ class Metadata:
         value = self._values.get(f"{self._prefix}.{key}")
         return value if isinstance(value, str) else ""
 
-    def has(self, key: str) -> bool:
-        """Whether the key is there."""
-        return f"{self._prefix}.{key}" in self._values
-
     def token(self, name: str) -> int | None:
         """The id of a special token, if the file names it."""
         value = self._values.get(f"tokenizer.ggml.{name}_token_id")
         return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def ends(self) -> int | list[int] | None:
+        """Ids that end an output: of a text, of a turn, of a message."""
+        tokens = self._values.get("tokenizer.ggml.tokens")
+        named = enumerate(tokens) if isinstance(tokens, list) else []
+        found = [self.token(name) for name in ("eos", "eot", "eom")]
+        found += [number for number, token in named if isinstance(token, str) and token in _ENDS]
+        ids = list(dict.fromkeys(id_ for id_ in found if id_ is not None))
+        return ids if len(ids) > 1 else next(iter(ids), None)
 
     def _bad(self, key: str, value: object) -> InvalidCheckpoint:
         text = f"{self._file}: metadata {self._prefix}.{key} is {str(value)[:80]!r}; fetch the file again"
@@ -76,8 +86,10 @@ def derive_config(
     told from the file.
     """
     metadata = Metadata(header, prefix)
-    names = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-    special = {f"{name}_token_id": metadata.token(of) for name, of in names}
+    special = {
+        "bos_token_id": metadata.token("bos"), "eos_token_id": metadata.ends(),
+        "pad_token_id": metadata.token("padding"),
+    }  # fmt: skip
     shared = {
         "architectures": [kind.cls],
         "model_type": kind.model_type,
@@ -126,9 +138,10 @@ def _rope(metadata: Metadata, config: Mapping[str, Any], factors: Factors) -> di
     if theta <= 0:
         raise UnsupportedModel(f"rotary base {theta} is not above 0", field="rope.freq_base")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    scaling = metadata.text("rope.scaling.type")
+    factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0))  # the older name
+    scaling = metadata.text("rope.scaling.type") or ("linear" if factor else "")  # as llama.cpp
     if scaling in ("linear", "yarn"):
-        rope |= {"rope_type": scaling, "factor": metadata.real("rope.scaling.factor", 1.0)}
+        rope |= {"rope_type": scaling, "factor": factor or 1.0}
     if scaling == "yarn":
         rope["original_max_position_embeddings"] = metadata.whole("rope.scaling.original_context_length")
     if (divisors := factors("rope_freqs.weight")) is not None:
@@ -151,8 +164,8 @@ def _llama3(divisors: Sequence[float], theta: float) -> dict[str, Any]:
 
 def _extras(metadata: Metadata, model_type: str, config: Mapping[str, Any], factors: Factors) -> dict[str, Any]:
     """What one architecture has beyond the others, its own ``rope_parameters`` included."""
-    window = {"sliding_window": metadata.whole("attention.sliding_window", 0)} if metadata.has(
-        "attention.sliding_window") else {}  # fmt: skip
+    size = metadata.whole("attention.sliding_window", 0)  # llama.cpp writes 0 where there is none (Phi-4)
+    window = {"sliding_window": size} if size else {}
     if model_type == "mixtral":
         return {"num_local_experts": metadata.whole("expert_count"),
                 "num_experts_per_tok": metadata.whole("expert_used_count")}  # fmt: skip

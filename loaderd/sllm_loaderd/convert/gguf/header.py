@@ -21,6 +21,9 @@ MAX_TENSORS: Final = 1_000_000
 MAX_PAIRS: Final = 100_000
 MAX_ARRAY_DEPTH: Final = 4
 MAX_DIMENSIONS: Final = 4
+MAX_HEADER: Final = 64 * MIB
+"""What stands before the data: a vocabulary of 260,000 tokens and its merges take 20 MiB. A byte of metadata takes 17
+here, and a file may have gigabytes of none."""
 PLAIN: Final = {
     0: "float32", 1: "float16", 30: "bfloat16", 28: "float64", 24: "int8", 25: "int16", 26: "int32", 27: "int64",
 }  # fmt: skip
@@ -92,6 +95,8 @@ class _Cursor:
         """The next ``count`` bytes. Raises ``InvalidCheckpoint`` if the file has not that many."""
         if count > self.left:
             raise self.bad(f"it says {count} bytes follow byte {self.at}, but it ends at {self.size}")
+        if self.at + count > MAX_HEADER:
+            raise self.bad(f"its header is longer than {MAX_HEADER} bytes")
         begin = self.at - self._start
         if begin + count > len(self._buffer):
             data = bytearray(min(max(count, _BUFFER), self.left))

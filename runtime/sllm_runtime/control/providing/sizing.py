@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from sllm_runtime.control import autoscale, draining
-from sllm_runtime.control.fits import Need, need_in
+from sllm_runtime.control.fits import Need, need_in, short, total
 from sllm_runtime.control.providing.awaiting import could_come, need_of_errand
 from sllm_runtime.control.providing.packing import nodes_for
 from sllm_runtime.control.providing.pool import Asked, Errand, News, Pool
@@ -65,7 +65,7 @@ def step(view: View, offer: Offer, now: float) -> Step:
         return _removing(view, gone, now)
     if wanted > 0:
         return _grow(view, wanted, len(needs), now)
-    return Step(view if needs or _unmet(view) else _shrink(view, now))
+    return Step(view if needs else _shrink(view, now))
 
 
 def waiting(view: View, now: float) -> Iterator[Need]:
@@ -89,10 +89,16 @@ def need_at(view: View, key: Key) -> Need:
     return need_in(view, key, view.versions[key].manifest)
 
 
-def _unmet(view: View) -> bool:
-    """Whether anything waits that a node of the provider could run, whether one is to come for it or not."""
-    wanted = (key for key in view.pending if key in view.versions)
-    return any(could_come(view, need_at(view, key)) for key in wanted)
+def _unmet(view: View) -> list[Need]:
+    """Of what waits, what a node of the provider could run, whether one is to come for it or not."""
+    wanted = (need_at(view, key) for key in view.pending if key in view.versions)
+    return [need for need in wanted if could_come(view, need)]
+
+
+def _no_use(view: View, name: str, unmet: list[Need]) -> bool:
+    """Whether it could run nothing of what waits, empty as it is: its accelerators are broken."""
+    status = view.nodes[name].status
+    return status is not None and all(short(need, total(status)) for need in unmet)
 
 
 def _room(pool: Pool, now: float) -> int:
@@ -115,7 +121,7 @@ def _observed(view: View, pool: Pool, offer: Offer, now: float) -> Pool:
     if not pool.record.said:  # of a controller of before
         pool = pool.with_record(said=said)
     elif pool.record.said != said:  # its nodes are of another type from now on
-        pool = pool.with_record(cpu=0.0, memory=0, gpus=None, fewer=None, said=said)
+        pool = pool.with_record(cpu=0.0, memory=0, gpus=None, fewer=None, said=said, seen=pool.record.members)
     pool = replace(pool, offer=offer, coming=coming, arrived=_only(pool.arrived, offer.members))
     for name in sorted(alive - pool.arrived.keys()):
         pool = _seen(view, replace(pool.came(now), arrived={**pool.arrived, name: now}), name)
@@ -160,7 +166,7 @@ def _seen(view: View, pool: Pool, name: str) -> Pool:
     memory = min(record.memory, status.memory) if record.memory else status.memory
     gpus = tuple((gpu.kind, gpu.memory) for gpu in status.gpus)
     said = pool.offer.shape.gpus if pool.offer is not None else ()
-    if len(gpus) < len(said) and gpus != record.fewer:  # one alone may be broken: it says nothing of those to come
+    if len(gpus) < len(said) and record.fewer is None:  # one alone may be broken: it says nothing of those to come
         return pool.with_record(cpu=cpu, memory=memory, fewer=gpus)
     return pool.with_record(cpu=cpu, memory=memory, gpus=gpus, fewer=None)
 
@@ -227,13 +233,17 @@ def _staying(view: View) -> list[str]:
 
 
 def _shrink(view: View, now: float) -> View:
-    """Drain what has had nothing to do for long, the longest idle first, down to the least."""
-    pool, offer = _pool(view), _offer(view)
+    """Drain what has had nothing to do for long, the longest idle first, down to the least. While something waits,
+    only what is of no use to it, and where no other one can come unless that goes."""
+    pool, offer, unmet = _pool(view), _offer(view), _unmet(view)
+    if unmet and (pool.coming or not pool.full):
+        return view
     if not pool.cooled(now) or (pool.coming and now - pool.coming[0].at < pool.timing.lost):
         return view
     leaving = [name for name in pool.record.leaving if name in offer.members]
     spare = offer.desired - len(leaving) - offer.least
     idle = [name for name, since in pool.idle.items() if now - since >= pool.timing.idle and name not in leaving]
+    idle = [name for name in idle if not unmet or _no_use(view, name, unmet)]
     going = sorted(idle, key=lambda name: (pool.idle[name], name))[: max(spare, 0)]
     if not going:
         return view
