@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import os
 import sys
 import zipfile
 from dataclasses import dataclass, replace
@@ -187,7 +188,7 @@ def _included(root: Path, names: list[str], include: tuple[str, ...]) -> list[st
 
 def _told(root: Path, models: tuple[Path, ...], left_out: list[str]) -> tuple[str, ...]:
     """Links that a person may miss: not that of a model, which travels by itself."""
-    return tuple(name for name in left_out if (root / name).resolve() not in models)
+    return tuple(name for name in left_out if Path(os.path.realpath(root / name)) not in models)
 
 
 def _read(name: str, files: dict[str, Path]) -> dict[str, bytes]:

@@ -77,16 +77,21 @@ def upload(built: Bundle, client: Client, observe: Observe = ignore) -> bool:
 
 def _patiently(send: Callable[[], bool], observe: Observe) -> bool:
     """What can be sent twice, for as long as the servers of a cluster take to elect a leader of what they store: until
-    then they take nothing."""
-    deadline = time.monotonic() + CONTROLLER_WAIT_S
+    then they take nothing. And where its gateway dies as it is sent, for as long, as of a deployment."""
+    deadline, lost = time.monotonic() + CONTROLLER_WAIT_S, False
     while True:
         try:
             return send()
         except SllmError as error:
+            if isinstance(error, InstanceLost) and not lost:
+                deadline, lost = time.monotonic() + CONTROLLER_WAIT_S, True
+            silent = isinstance(error, InstanceLost | Unreached)
             answered = error.status == 503 and not isinstance(error, StoreFull | Unreached)
-            if not answered or time.monotonic() > deadline:
+            if not (answered or (lost and silent)) or time.monotonic() > deadline:
                 raise
-            observe(ProgressView(stage="store", message=f"waits for the platform's store ({error.message})"))
+            if answered:
+                told = f"waits for the platform's store ({error.message})"
+                observe(ProgressView(stage="store", message=told))
         time.sleep(_AGAIN_S)
 
 

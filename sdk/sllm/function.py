@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, Unpack, overload
@@ -73,7 +74,10 @@ class ModelFunction(Generic[P, Q, R_co]):
         return tuple(found)
 
     def source_file(self) -> Path | None:
-        """The file that defines it; ``None`` in a notebook or an interactive session."""
+        """The file that defines it; ``None`` in a notebook or an interactive session, also where a debugger has written
+        its cells to files."""
+        if self.__module__ == "__main__" and not getattr(sys.modules["__main__"], "__file__", None):
+            return None
         try:
             path = inspect.getsourcefile(inspect.unwrap(self.target))
         except TypeError:

@@ -99,7 +99,10 @@ def files(
 
 
 def _inside(root: Path, path: Path) -> bool:
-    return not path.is_symlink() or path.resolve().is_relative_to(root.resolve())
+    try:
+        return not path.is_symlink() or path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # it leads round in a circle
+        return False
 
 
 def _unreadable(error: OSError) -> None:

@@ -4,16 +4,18 @@ they import beside them."""
 from __future__ import annotations
 
 import dataclasses
+import dis
 import inspect
 import io
 import sys
 import sysconfig
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 from sllm import ignore, signature
@@ -49,7 +51,10 @@ def stored(name: str, file: Path) -> str:
 
 def _own_file(name: str) -> Path | None:
     """The source of a module that the user brought: not Python's, not installed, not ours."""
-    file = getattr(sys.modules.get(name), "__file__", None)
+    return _brought(name, getattr(sys.modules.get(name), "__file__", None))
+
+
+def _brought(name: str, file: Any) -> Path | None:
     parts = name.split(".")
     can_be_stored = all(part and not set(part) & set("/\\") for part in parts)
     if not isinstance(file, str) or not file.endswith(".py") or not can_be_stored:
@@ -59,21 +64,75 @@ def _own_file(name: str) -> Path | None:
     return path if brought and path.is_file() and not path.is_relative_to(_standard_library()) else None
 
 
+def _add_later(codes: list[tuple[CodeType, str]], root: Path, found: dict[str, Path]) -> None:
+    """Add to ``found`` the modules below ``root`` that nothing has imported yet: what ``codes`` (each with the package
+    that it is in), and the modules in ``found``, import where they run (``import`` inside a function)."""
+    rules = ignore.spec(root)
+    left = [*codes, *(_source(name, file) for name, file in found.items())]
+    while left:
+        for imported in _imports(*left.pop()):
+            for name, origin in _specs(imported):
+                file = _brought(name, origin)
+                if name in found or file is None or not file.is_relative_to(root):
+                    continue
+                if not rules.match_file(file.relative_to(root).as_posix()):
+                    found[name] = file
+                    left.append(_source(name, file))
+
+
+def _source(name: str, file: Path) -> tuple[CodeType, str]:
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    try:
+        return compile(file.read_bytes(), str(file), "exec", dont_inherit=True), package
+    except (SyntaxError, ValueError, OSError):  # whoever imports it is told
+        return compile("", str(file), "exec"), package
+
+
+def _imports(code: CodeType, package: str) -> Iterator[str]:
+    """Names that ``code`` imports, wherever in it; of ``from a import b`` also ``a.b``, which may be a module."""
+    constants: list[Any] = [0, None]
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_CONST":
+            constants.append(each.argval)
+        elif each.opname == "IMPORT_NAME":
+            level, names = constants[-2:]
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - level + 1]) if level else ""
+            name = ".".join(filter(None, (base, each.argval)))
+            yield from (name, *(f"{name}.{other}" for other in names or ()))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _imports(inner, package)
+
+
+def _specs(name: str) -> Iterator[tuple[str, str | None]]:
+    """``name`` and the packages that it is in, as far as they are there, with their files. None is imported."""
+    places: Any = None
+    for each in (*reversed(list(_packages(name))), name):
+        spec = PathFinder.find_spec(each, places)
+        if spec is None:
+            return
+        yield each, spec.origin
+        places = spec.submodule_search_locations or []
+
+
 def _standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"]).resolve()
 
 
-def dump(function: ModelFunction[Any, Any, Any], root: Path, travels: Mapping[str, Path]) -> bytes:
-    """The user's function or class, cloudpickled; the modules in ``travels`` go beside it. Raises ``InvalidBundle``
-    naming what cannot be pickled; warns of a module that it uses and that nothing takes along."""
+def dump(function: ModelFunction[Any, Any, Any], root: Path, travels: dict[str, Path]) -> bytes:
+    """The user's function or class, cloudpickled; the modules in ``travels`` go beside it, and those that it imports
+    where it runs, which are added to them. Raises ``InvalidBundle`` naming what cannot be pickled; warns of a module
+    that it uses and that nothing takes along."""
     try:
         with _hints_are_types(function.target):
-            data, used = _bytes(function.target)
+            data, used, codes = _bytes(function.target)
     except SllmError:
         raise
     except Exception as error:  # cloudpickle raises whatever a user's __reduce__ raises
         where = _where(function.target)
         raise InvalidBundle(f"{function.__name__}{where} cannot be pickled: {_culprit(function, error)}") from error
+    _add_later(codes, root, travels)
     if function.options.get("image"):  # what is installed in one, nobody knows here
         return data
     for name in sorted(used - set(travels)):
@@ -100,13 +159,14 @@ def _users_path() -> set[Path]:
     return set(places[: places.index(standard)]) if standard in places else set()
 
 
-def _bytes(target: Any) -> tuple[bytes, set[str]]:
-    """As ``cloudpickle.dumps``, and the names of modules that will be imported for it. A dataclass that travels by
-    value keeps the one ``MISSING`` there is: by it, and by no equal of it, dataclasses and pydantic know that a field
-    has no default."""
+def _bytes(target: Any) -> tuple[bytes, set[str], list[tuple[CodeType, str]]]:
+    """As ``cloudpickle.dumps``, the names of modules that will be imported for it, and the code in it. A dataclass
+    that travels by value keeps the one ``MISSING`` there is: by it, and by no equal of it, dataclasses and pydantic
+    know that a field has no default."""
     import cloudpickle
 
     used: set[str] = set()
+    codes: list[tuple[CodeType, str]] = []
     by_value = cloudpickle.list_registry_pickle_by_value()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -114,6 +174,8 @@ def _bytes(target: Any) -> tuple[bytes, set[str]]:
             if thing is dataclasses.MISSING:
                 return "MISSING"
             found = super().reducer_override(thing)
+            if found is not NotImplemented and isinstance(thing, FunctionType):  # by value
+                codes.append((thing.__code__, str(thing.__globals__.get("__package__") or "")))
             if found is NotImplemented and isinstance(thing, ModuleType | FunctionType | type):  # by its name
                 used.add(thing.__name__ if isinstance(thing, ModuleType) else str(thing.__module__))
             return found
@@ -121,7 +183,7 @@ def _bytes(target: Any) -> tuple[bytes, set[str]]:
     buffer = io.BytesIO()
     Pickler(buffer).dump(target)
     # Of a module as such the pickler does not say here whether it goes by value, as it does of what is in one.
-    return buffer.getvalue(), {name for name in used if not by_value & {name, *_packages(name)}}
+    return buffer.getvalue(), {name for name in used if not by_value & {name, *_packages(name)}}, codes
 
 
 def _packages(name: str) -> Iterator[str]:

@@ -9,17 +9,18 @@ from sllm_runtime.protocol.errors import Conflict
 
 
 def every(view: View) -> dict[str, tuple[str, ...]]:
-    """By secret, the functions whose active version names it."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, record in sorted(view.functions.items()):
-        version = view.versions.get((name, record.active)) if record.active is not None else None
+    """By secret, the functions whose active version names it, or one that is being deployed."""
+    found: dict[str, set[str]] = defaultdict(set)
+    active = {(name, record.active) for name, record in view.functions.items() if record.active is not None}
+    for key in active | view.trials:
+        version = view.versions.get(key)
         for secret in version.manifest.secrets if version is not None else ():
-            found[secret].append(name)
-    return {secret: tuple(names) for secret, names in found.items()}
+            found[secret].add(key[0])
+    return {secret: tuple(sorted(names)) for secret, names in found.items()}
 
 
 def of(view: View, secret: str) -> tuple[str, ...]:
-    """The functions whose active version names it."""
+    """The functions that ``every`` has for it."""
     return every(view).get(secret, ())
 
 

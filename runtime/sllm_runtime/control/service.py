@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
@@ -22,7 +23,7 @@ from sllm_runtime.control.view import Key
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
-from sllm_runtime.protocol.errors import SecretNotFound
+from sllm_runtime.protocol.errors import SecretNotFound, Unavailable
 from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S
 from sllm_runtime.protocol.node import Ok
 
@@ -156,6 +157,10 @@ class Service:
     async def rollback(self, request: ctl.Rollback) -> ctl.FunctionInfo:
         """The route is back when this answers; instances of the version that lost it end by their keep-alive."""
         function, version, by = request.function, request.version, request.request
+        meant = registry.rollback(self._loop.view, function, version, by)
+        again = meant.versions[function, meant.functions[function].active or 0]
+        with contextlib.suppress(Unavailable):  # nobody can tell: what runs of it goes on
+            await self._vault.read(again.manifest.secrets)
         view = await self._loop.commit(lambda view: registry.rollback(view, function, version, by))
         return listing.function(view, request.function)
 

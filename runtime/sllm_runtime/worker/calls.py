@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import inspect
@@ -12,7 +13,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, NoReturn
 
 from sllm_runtime.protocol import limits
@@ -286,10 +287,15 @@ def _arguments(parse: Callable[[bytes], dict[str, Any]], call: Call) -> dict[str
 
 def run_sync(function: Callable[..., Any], parse: Callable[[bytes], dict[str, Any]]) -> Callable[[Call], None]:
     """What runs a plain function or generator for a call, in a thread. It yields where it hands on any iterator,
-    whatever its hints say."""
+    whatever its hints say; what is to be awaited (a decorator stands before an async function, say) runs on the loop
+    that this is called on."""
+    loop = asyncio.get_running_loop()
 
     def run(call: Call) -> None:
         result = function(**_arguments(parse, call))
+        if inspect.isawaitable(result) or isinstance(result, AsyncIterator):
+            _on(loop, _hand_on(result, call), call)
+            return
         call.yielded = isinstance(result, Iterator)
         if not call.yielded:
             call.outgoing.check()
@@ -310,16 +316,48 @@ def run_async(function: Callable[..., Any], parse: Callable[[bytes], dict[str, A
     """What runs an async function or generator for a call, on the loop."""
 
     async def run(call: Call) -> None:
-        result = function(**_arguments(parse, call))
-        call.yielded = inspect.isasyncgen(result)
-        if not call.yielded:
-            await call.aemit(await result)
-            return
-        try:
-            async for value in result:
-                await call.aemit(value)
-                call.outgoing.check()
-        finally:
-            await result.aclose()
+        await _hand_on(function(**_arguments(parse, call)), call)
 
     return run
+
+
+_END_OF_VALUES: Final = object()
+
+
+async def _hand_on(result: Any, call: Call) -> None:
+    """What an async function gave; a plain iterator, which may block, is asked in a thread."""
+    if inspect.isawaitable(result):
+        result = await result
+    call.yielded = isinstance(result, AsyncIterator | Iterator)
+    if not call.yielded:
+        await call.aemit(result)
+        return
+    try:
+        while (value := await _following(result)) is not _END_OF_VALUES:
+            await call.aemit(value)
+            call.outgoing.check()
+    finally:
+        if hasattr(result, "aclose"):
+            await result.aclose()
+
+
+async def _following(values: AsyncIterator[Any] | Iterator[Any]) -> Any:
+    if isinstance(values, AsyncIterator):
+        return await anext(values, _END_OF_VALUES)
+    return await asyncio.to_thread(next, values, _END_OF_VALUES)
+
+
+def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None], call: Call) -> None:
+    """Run ``work`` of ``call`` on ``loop`` and wait for it here, in another thread."""
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+
+    def cancel(_: object) -> None:
+        future.cancel()
+
+    forget = call.on_cancel(cancel)
+    try:
+        future.result()
+    except concurrent.futures.CancelledError as error:
+        raise asyncio.CancelledError from error
+    finally:
+        forget()

@@ -81,20 +81,20 @@ def _values(
         made = runner.run(handler.instantiate(target, handle)) if isinstance(target, type) else target
         user = handler.bind(made, handle)
         result = user.call(**user.arguments.convert(arguments))
+        if inspect.iscoroutine(result):
+            result = runner.run(result)
         yielded = isinstance(result, AsyncIterator | Iterator)
         yield (_through_json(value) for value in _iterated(result, runner)), yielded
 
 
 def _iterated(result: Any, runner: asyncio.Runner) -> Iterator[Any]:
     if isinstance(result, AsyncIterator):
+        values = _InOneTask(result)
         try:
-            while (value := runner.run(_next(result))) is not _END:
+            while (value := runner.run(values.next())) is not _END:
                 yield value
         finally:
-            if hasattr(result, "aclose"):
-                runner.run(result.aclose())
-    elif inspect.iscoroutine(result):
-        yield runner.run(result)
+            runner.run(values.close())
     elif isinstance(result, Iterator):
         yield from result
     else:
@@ -104,8 +104,45 @@ def _iterated(result: Any, runner: asyncio.Runner) -> Iterator[Any]:
 _END: Final = object()
 
 
-async def _next(values: AsyncIterator[Any]) -> Any:
-    return await anext(values, _END)
+class _InOneTask:
+    """Values asked for one at a time, all in the same task: what spans a yield (a deadline, a group of tasks) is that
+    task's."""
+
+    def __init__(self, values: AsyncIterator[Any]) -> None:
+        self._values = values
+        self._task: asyncio.Task[None] | None = None
+        self._wanted = asyncio.Semaphore(0)
+        self._found: asyncio.Future[Any]
+
+    async def next(self) -> Any:
+        """The next one, ``_END`` behind the last. Raises what asking for it raised."""
+        self._found = asyncio.get_running_loop().create_future()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        self._wanted.release()
+        await asyncio.wait((self._found, self._task), return_when=asyncio.FIRST_COMPLETED)
+        if self._found.done():
+            return self._found.result()
+        await self._task
+        return _END
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wanted.acquire()
+                value = await anext(self._values, _END)
+                self._found.set_result(value)
+                if value is _END:
+                    return
+        finally:
+            if hasattr(self._values, "aclose"):
+                await self._values.aclose()
+
+    async def close(self) -> None:
+        """End it, wherever it stands."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
 
 
 def _through_json(value: Any) -> Any:

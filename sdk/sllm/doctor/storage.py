@@ -12,23 +12,41 @@ from typing import Final
 
 from sllm import profiles
 from sllm.doctor.finding import Finding, failure, ok, warning
+from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.quantities import show_bytes
 
 MIN_FREE: Final = 2 * 2**30
 _BYTES: Final = 8 * 2**20
+_OWN: Final = "set SLLM_HOME to a directory of your own"
 
 
 def _existing(path: Path) -> Path:
-    while not path.exists():
+    """The nearest above that is there, as far as this user may look."""
+    while not _is_there(path):
         path = path.parent
     return path
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
+
+
+def _place() -> Path:
+    """Raises ``InvalidRequest`` where there is none."""
+    return _existing(profiles.home().absolute())
+
+
 def space() -> Finding:
     """Free bytes where models and bundles are kept."""
-    place = _existing(profiles.home().absolute())
+    try:
+        place = _place()
+    except InvalidRequest as error:
+        return failure("disk space", error.message, _OWN)
     if not os.access(place, os.W_OK):
-        return failure("disk space", f"{place} cannot be written", "set SLLM_HOME to a directory of your own")
+        return failure("disk space", f"{place} cannot be written", _OWN)
     free = shutil.disk_usage(place).free
     what = f"{show_bytes(free)} free at {place}"
     return ok("disk space", what) if free >= MIN_FREE else warning("disk space", what, "make room, or set SLLM_HOME")
@@ -36,7 +54,10 @@ def space() -> Finding:
 
 def direct_io() -> Finding:
     """Writes a file where models are kept and reads it with O_DIRECT."""
-    place = _existing(profiles.home().absolute())
+    try:
+        place = _place()
+    except InvalidRequest as error:
+        return failure("direct I/O", error.message, _OWN)
     remedy = "set SLLM_HOME to a file system with direct I/O (ext4, xfs); reads go through the page cache meanwhile"
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".sllm-doctor-") as file, mmap.mmap(-1, _BYTES) as buffer:

@@ -16,7 +16,8 @@ from sllm_runtime.control.vault import DirectoryVault
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Conflict, InvalidArgument, SecretNotFound, StartFailed, Unavailable
 from sllm_runtime.protocol.secrets import MAX_SECRET, MAX_SECRETS, Secrets, secret_names
-from tests.fixtures.waiting import GIVE_UP_S
+from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, manifest
 
 VALUE = b"hunter2 \xff\0"
@@ -195,3 +196,34 @@ async def test_one_that_a_function_needs_stays_and_one_that_went_all_the_same_fa
     await bench.gateway.deploy(manifest())
     with pytest.raises(SecretNotFound):
         await bench.gateway.ask("delete_secret", ctl.SecretRef(name="token"))
+
+
+async def test_one_that_a_deployment_under_way_needs_stays(bench: Bench) -> None:
+    """Its first instance has it and starts; once the version has the route every other start needs it, too."""
+    await bench.gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    bench.node.behave = lambda _: InstanceState.STARTING
+    deploying = asyncio.create_task(bench.gateway.deploy(manifest(secrets=("token",))))
+    await until(lambda: bool(bench.node.starts), what="its first instance starts")
+    with pytest.raises(Conflict, match="needed by chat"):
+        await bench.gateway.ask("delete_secret", ctl.SecretRef(name="token"))
+    bench.node.put(bench.node.starts[0].instance, InstanceState.READY)
+    deployed = (await deploying).version
+    assert deployed is not None
+    assert deployed.version == 1
+    bench.node.behave = lambda _: InstanceState.READY
+    bench.node.restart()
+    await bench.none_left()
+    assert (await bench.gateway.acquire()).error is None
+
+
+async def test_the_route_goes_to_no_version_whose_secret_is_gone(bench: Bench) -> None:
+    await bench.gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    await bench.gateway.deploy(manifest(secrets=("token",)))
+    await bench.gateway.deploy(manifest())
+    await bench.gateway.ask("delete_secret", ctl.SecretRef(name="token"))
+    with pytest.raises(SecretNotFound, match="no secret token; `sllm secret set token`"):
+        await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
+    assert bench.controller.loop.view.functions["chat"].active == 2
+    await bench.gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
+    assert bench.controller.loop.view.functions["chat"].active == 1

@@ -181,6 +181,13 @@ def test_links_are_not_followed_out_of_the_directory(tmp_path: Path) -> None:
     assert sorted(built.left_out) == ["dir", "leak.txt", "loop"]
 
 
+def test_a_link_to_itself_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, {"function.py": FUNCTION})
+    (tmp_path / "round").symlink_to("round")
+    built = build(tmp_path)
+    assert (built.files, built.left_out) == (("function.py",), ("round",))
+
+
 def test_the_limit_names_the_largest(tmp_path: Path) -> None:
     write(tmp_path, {"function.py": FUNCTION, "small.txt": "x"})
     for name, mib in (("huge.bin", 3000), ("large.bin", 90)):  # sparse: nothing may read them
@@ -399,6 +406,42 @@ def test_modules_travel_by_the_names_that_they_are_imported_by(
     assert sorted(archive.namelist()) == ["function.pkl", *names]
     archive.extractall(tmp_path / "worker")
     assert bundled(tmp_path / "worker", "-c", CALL) == b"HI\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "line", "names"),
+    [
+        ({"beside.py": SHOUT}, "from beside import shout", ["beside.py"]),
+        ({"pkg/__init__.py": "", "pkg/beside.py": SHOUT, "pkg/more.py": ""},
+         "from pkg import beside; shout = beside.shout", ["pkg/__init__.py", "pkg/beside.py"]),
+        ({"beside.py": "def shout(text):\n    import deep\n    return deep.shout(text)\n", "deep.py": SHOUT},
+         "from beside import shout", ["beside.py", "deep.py"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_imported_inside_a_function_travels_too(
+    tmp_path: Path, files: dict[str, str], line: str, names: list[str], early: bool
+) -> None:
+    """Nobody has imported it when the function is bundled."""
+    imports = line if early else ""
+    main = MAIN.format(imports=imports, options="").replace(
+        "    return shout", f"    {'' if early else line + '; '}return shout"
+    )
+    write(tmp_path, {"main.py": main, **files})
+    archive = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, "main.py")))
+    assert sorted(archive.namelist()) == sorted(["function.pkl", *names])
+    archive.extractall(tmp_path / "worker")
+    assert bundled(tmp_path / "worker", "-c", CALL) == b"HI\n"
+
+
+def test_a_cell_that_a_debugger_has_written_to_a_file_is_a_notebooks(tmp_path: Path) -> None:
+    """As JupyterLab's does, somewhere below /tmp: the notebook's directory is the current one all the same."""
+    cell = MAIN.format(imports="from beside import shout", options="")
+    kernel = "import sys\nsys.path.insert(0, '')\nexec(compile(open(%r).read(), %r, 'exec'))"
+    write(tmp_path, {"notebooks/beside.py": SHOUT, "ipykernel_1/12.py": cell})
+    file = str(tmp_path / "ipykernel_1/12.py")
+    archive = zipfile.ZipFile(io.BytesIO(bundled(tmp_path / "notebooks", "-c", kernel % (file, file))))
+    assert sorted(archive.namelist()) == ["beside.py", "function.pkl"]
 
 
 @pytest.mark.parametrize("file", ["01_prep.py", "my-steps/__init__.py"])

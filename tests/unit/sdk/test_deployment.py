@@ -1,7 +1,9 @@
 """From a file to a version, over HTTP."""
 
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ from sllm.answers import Trace
 from sllm.cli import load
 from sllm.following import Losing
 from sllm.gateways import Gateways
+from sllm.profiles import Profile
 from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, StoreFull, Unavailable
 from sllm_runtime.protocol.http import DeployResult, ProgressView
 from tests.fixtures.modules import own_modules
-from tests.unit.sdk.gateway import DONE, Answer, Gateway, error, progress, sse
+from tests.fixtures.waiting import GIVE_UP_S
+from tests.unit.sdk.gateway import DONE, TOKEN, Answer, Gateway, error, progress, sse
 
 TEXT = (
     "from sllm import model_function\n\n@model_function(name='chat')\ndef hello(text: str) -> str:\n    return text\n"
@@ -87,6 +91,34 @@ def test_an_upload_does_not_wait_for_a_gateway_that_is_not_there(file: Path) -> 
         with Client(url, "t") as client, pytest.raises(Unavailable, match="no gateway answers"):
             deployment.upload(bundle.build(load.one(str(file))), client, seen.append)
     assert seen == []
+
+
+@contextmanager
+def dying() -> Iterator[str]:
+    """The URL of a gateway that dies in the middle of an upload."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    while (head := connection.recv(64 * 1024)).startswith(b"HEAD"):
+                        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                    if head:
+                        listener.close()
+                        return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(GIVE_UP_S)
+
+
+def test_a_deployment_goes_on_whose_gateway_dies_as_the_bundle_is_sent(gateway: Gateway, file: Path) -> None:
+    """Whatever has come of it there: it has the same name everywhere."""
+    with dying() as first, Client(profile=Profile(first, TOKEN, others=(gateway.url,))) as client:
+        assert load.one(str(file)).deploy(client=client).version == 1
+    assert len(gateway.bundles) == 1
 
 
 def test_an_upload_does_not_wait_for_room(gateway: Gateway, file: Path) -> None:

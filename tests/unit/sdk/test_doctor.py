@@ -1,5 +1,6 @@
 """Each check finds what is there, and names what is not."""
 
+import errno
 import json
 import os
 import socket
@@ -121,6 +122,15 @@ def test_a_server_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "ended with status 7 no space left" in found.what
 
 
+def test_a_server_of_another_kind_of_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nats-server").write_bytes(b"\x7fELF of another")
+    (tmp_path / "nats-server").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.delenv("SLLM_NATS_URL", raising=False)
+    found = nats.nats(needed=True)
+    assert (found.level, "Exec format error" in found.what) == (Level.FAILURE, True)
+
+
 def test_no_server_matters_only_to_who_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -165,6 +175,30 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.access("/proc", os.W_OK):
         monkeypatch.setenv("SLLM_HOME", "/proc/self/nothing")
         assert storage.direct_io().level is Level.WARNING
+
+
+def test_a_home_that_this_user_may_not_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a service that is started with root's HOME; or nobody's."""
+
+    def denied(path: Path) -> bool:
+        if path.is_relative_to(tmp_path) and path != tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return before(path)
+
+    before = Path.exists
+    monkeypatch.setattr(Path, "exists", denied)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setenv("SLLM_HOME", str(tmp_path / "home" / ".sllm"))
+    assert storage.space().level is Level.FAILURE
+    monkeypatch.delenv("SLLM_HOME")
+    monkeypatch.setattr(Path, "home", _nobodys)
+    for check in (storage.space, storage.direct_io):
+        found = check()
+        assert (found.level, "set SLLM_HOME" in found.what + found.remedy) == (Level.FAILURE, True)
+
+
+def _nobodys() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_no_engine_and_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sllm import secret
+from sllm_runtime.protocol.errors import InvalidArgument, SecretNotFound
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.secrets import MAX_SECRET
 from tests.fixtures import command
@@ -54,3 +56,15 @@ def test_names_are_listed(gateway: Gateway) -> None:
     lines = command.here(dict(os.environ), "secret", "list").stdout.splitlines()
     assert [line.split("\t")[0] for line in lines][-2:] == ["token", "z"]
     assert lines[-2].endswith("\tchat")
+
+
+def test_a_function_reads_the_value_as_it_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No end of a line of it becomes another; and one that is there, but no text, is not said not to be there."""
+    monkeypatch.setenv("SLLM_SECRETS_DIR", str(tmp_path))
+    (tmp_path / "key").write_bytes(b"-----BEGIN\r\nabc\r")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert secret("key") == "-----BEGIN\r\nabc\r"
+    with pytest.raises(InvalidArgument, match=r"bytes is no text.*\$SLLM_SECRETS_DIR/bytes"):
+        secret("bytes")
+    with pytest.raises(SecretNotFound, match="no secret 'other'"):
+        secret("other")

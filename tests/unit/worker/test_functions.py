@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from sllm.cli.load import one as find
 from sllm_runtime.protocol import limits
+from sllm_runtime.worker.local import run_local
 from tests.unit.worker.harness import Answer, Worker, Zygote, bundle_of, manifest
 
 FUNCTIONS = Path(__file__).parents[2] / "fixtures" / "functions"
@@ -89,6 +91,29 @@ def test_each_call_says_whether_it_yielded(
     answer = start("kinds", entry, kind, streams=not yielded).run({"count": 2})
     assert answer.end is not None
     assert (answer.outputs, answer.end.yielded) == (outputs, yielded)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "outputs", "yielded"),
+    [
+        ("awaited_in_a_wrapper", {"text": "ab"}, ["AB"], False),
+        ("yields_async_in_a_wrapper", {"count": 2}, [0, 1], True),
+        ("returns_async_iterator", {"count": 2}, [0, 1], True),
+        ("awaits_an_iterator", {"count": 2}, [0, 1], True),
+        ("WrappedAsyncCall", {"count": 2}, [0, 1], True),
+    ],
+)
+def test_what_runs_here_runs_deployed(
+    start: Start, name: str, given: dict[str, Any], outputs: list[Any], yielded: bool
+) -> None:
+    """Also where a decorator, which need not be ``async``, stands before an async function: it is what it returns."""
+    function = find(f"{FUNCTIONS / 'kinds.py'}::{name}")
+    described = function.manifest(f"kinds:{name}").handler
+    answer = start("kinds", name, described.kind, streams=described.streams).run(given)
+    assert answer.end is not None
+    assert answer.end.error is None
+    assert (answer.outputs, answer.end.yielded) == (outputs, yielded)
+    assert run_local(function, given) == (outputs if yielded else outputs[0])
 
 
 def test_a_class_is_set_up_once(start: Start) -> None:

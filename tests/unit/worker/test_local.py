@@ -120,3 +120,23 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
         os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
         assert process.wait(GIVE_UP_S) == 130
+
+
+BOUND = """
+import asyncio
+from sllm import model_function
+
+@model_function
+async def bound():
+    async with asyncio.timeout(0.2):
+        yield 1
+        await asyncio.sleep(2)
+        yield 2
+"""
+
+
+def test_what_spans_a_yield_is_as_deployed(tmp_path: Path) -> None:
+    """One task runs all of a call: a deadline that it sets itself is kept."""
+    (tmp_path / "bound.py").write_text(BOUND)
+    with pytest.raises(TimeoutError):
+        run_local(find(str(tmp_path / "bound.py")), {})
