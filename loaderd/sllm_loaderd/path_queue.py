@@ -18,6 +18,7 @@ from sllm_runtime.protocol.loader import PRIORITIES, PathStatus, is_link, unused
 
 _IDLE_S: Final = 30.0
 """A thread with nothing to do for this long ends; the next task starts one again."""
+_SHORT: Final = 128
 _serial = itertools.count()
 
 
@@ -87,6 +88,8 @@ class PathQueue:
         self._steal = steal
         self._changed = threading.Condition(lock or threading.RLock())
         self._heap: list[tuple[int, Order, int, Task]] = []
+        self._longest = _SHORT
+        """With so many entries it is time to leave out those that are no longer of use."""
         self._threads: list[threading.Thread] = []
         self._mode = ""
         self._measured_at = 0.0
@@ -169,7 +172,15 @@ class PathQueue:
             thread.join()
 
     def _push(self, task: Task) -> None:
+        if len(self._heap) >= self._longest:  # mostly what was moved, cancelled or taken elsewhere since
+            self._heap = list({entry[-1]: entry for entry in self._heap if self._is_current(entry)}.values())
+            heapq.heapify(self._heap)
+            self._longest = max(2 * len(self._heap), _SHORT)
         heapq.heappush(self._heap, (task.priority, task.order, next(_serial), task))
+
+    def _is_current(self, entry: tuple[int, Order, int, Task]) -> bool:
+        priority, order, _, task = entry
+        return self._is_here(task) and (task.priority, task.order) == (priority, order)
 
     def _is_here(self, task: Task) -> bool:
         return task.state is TaskState.QUEUED and task.path == self.path
@@ -216,9 +227,9 @@ class PathQueue:
 
     def _pop(self) -> Task | None:
         while self._heap:
-            priority, order, _, task = heapq.heappop(self._heap)
-            if self._is_here(task) and (task.priority, task.order) == (priority, order):
-                return task
+            entry = heapq.heappop(self._heap)
+            if self._is_current(entry):
+                return entry[-1]
         return None
 
     def _measure(self, task: Task, error: SllmError | None) -> None:

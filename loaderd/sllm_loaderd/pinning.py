@@ -27,6 +27,7 @@ class Pinning:
 
     def __init__(self, pinner: Pinner | None) -> None:
         self._pinner = pinner
+        self._refused = False
         self._lock = threading.Lock()
 
     def pin(self, chunk: Chunk) -> None:
@@ -34,13 +35,13 @@ class Pinning:
         if self._pinner is None or chunk.adopted:
             return
         with self._lock:
-            if self._pinner is not None and not chunk.pinned:
+            if not (self._refused or chunk.pinned):
                 try:
                     self._pinner.register(chunk.address, chunk.size)
                     chunk.pinned = True
                 except Unavailable as error:
                     log.warning("chunks are copied to devices without being pinned: %s", error)
-                    self._pinner = None
+                    self._refused = True  # what is pinned is unpinned all the same
 
     def unpin(self, chunk: Chunk) -> None:
         """Before it is unmapped."""

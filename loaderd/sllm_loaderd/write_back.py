@@ -80,6 +80,11 @@ class WriteBack:
         """Whether chunks wait to be written."""
         return bool(self._queued)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether it has begun, and goes on only when somebody brings more chunks."""
+        return not (self._queued or self._copy.ended)
+
     def let_go(self, number: int) -> bool:
         """Whether a chunk's memory may be used for others: not while it is written. A copy without it stays undone."""
         task = self._queued.get(number)

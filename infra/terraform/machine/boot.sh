@@ -73,7 +73,7 @@ install_wheels() { # TARGET WHEELS: no network, no package that the archive does
     local pip wheel base beside='' site
     pip=$(only "$2"/pip-*.whl) wheel=$(only "$2"/sllm-*.whl)
     case ,$EXTRAS, in *,worker,*) compgen -G "$2/torch-*.whl" >/dev/null || beside=torch ;; esac
-    base=$(python $beside)
+    base=$(python "$2" $beside)
     "$base" -m venv --without-pip "$1"
     if [ -n "$beside" ]; then
         site=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -87,9 +87,15 @@ install_wheels() { # TARGET WHEELS: no network, no package that the archive does
     esac
 }
 
-python() { # [torch]: the first interpreter that will do, or that has torch
-    local each
+python() { # WHEELS [torch]: the first interpreter that the wheels are for, or that has torch
+    local each wheels=$1
+    shift
     for each in ${1:+"$IMAGE_PYTHON"} python3.13 python3.12 python3.11; do
+        # Those that are compiled say for which: no other can use them.
+        case $each in python3.*)
+            if compgen -G "$wheels/*-cp3[0-9][0-9]-cp3[0-9][0-9]-*.whl" >/dev/null &&
+                ! compgen -G "$wheels/*-cp3${each#python3.}-cp3${each#python3.}-*.whl" >/dev/null; then continue; fi ;;
+        esac
         each=$(command -v "$each") || continue
         if [ $# = 0 ] || torch_of "$each" >/dev/null; then
             printf '%s\n' "$each"

@@ -36,7 +36,11 @@ class LocalFile:
             kind = ModelNotFound if error.errno == errno.ENOENT else CorruptCheckpoint
             text = f"{file} cannot be opened: {error.strerror}; restore it or convert the model again"
             raise kind(text, field=str(file)) from error
-        self._direct = _open_direct(self._fd, file) if direct else None
+        try:
+            self._direct = _open_direct(self._fd, file) if direct else None
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._opened_as = _identity(self._fd)
         self.nbytes = self._opened_as[0]
 

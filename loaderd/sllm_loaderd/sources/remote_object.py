@@ -55,6 +55,9 @@ class RemoteObject:
             take = functools.partial(self._take, span, what, moved)
             try:
                 self._remote.exchange("GET", at, self._headers(span), what, take)
+            except TryAgain:
+                self._at = self._url  # it may send us elsewhere by now
+                raise
             except SllmError:
                 if at == self._url or hop:  # where we have just been sent to
                     self._at = self._url

@@ -42,6 +42,8 @@ _NAME: Final = "the-one-meant"
 _TEMPLATE: Final = "{{name()}}"
 """What the server replaces by the name in a user's JWT."""
 _ANSWER_WITHIN_NS: Final = 120 * 10**9
+_MOST_BYTES: Final = 8192
+"""Of a value in AWS's parameter store, of the tier that has the larger ones."""
 _NO_LIMIT: Final = {"subs": -1, "data": -1, "payload": -1}
 _PLAIN: Final = {**_NO_LIMIT, "conn": -1, "leaf": 0, "imports": -1, "exports": -1, "wildcards": True}
 """Limits of an account, without JetStream."""
@@ -215,7 +217,13 @@ def _key(directory: Path, kind: str) -> SigningKey:
 
 
 def _write_accounts(accounts: dict[str, Any], directory: Path) -> None:
-    write_private(directory / ACCOUNTS, json.dumps(accounts, indent=1) + "\n")
+    text = json.dumps(accounts, indent=1) + "\n"
+    if len(text) > _MOST_BYTES:
+        raise InvalidRequest(
+            f"{ACCOUNTS} would have {len(text)} bytes, and a parameter takes {_MOST_BYTES}: "
+            "`retire` another kind's key of before first"
+        )
+    write_private(directory / ACCOUNTS, text)
 
 
 def _write_key(key: SigningKey, directory: Path) -> None:
@@ -275,7 +283,7 @@ def _body(token: str) -> dict[str, Any]:
 
 
 def _part(document: dict[str, Any]) -> str:
-    return _base64(json.dumps(document).encode())
+    return _base64(json.dumps(document, separators=(",", ":")).encode())
 
 
 def _base64(data: bytes) -> str:

@@ -34,7 +34,7 @@ REAL = (
     *("chown", "id", "tar", "gzip", "sha256sum", "grep", "touch", "env"),
 )
 STUBS = (
-    *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "mount", "umount", "mountpoint", "dmsetup", "useradd"),
+    *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "xfs_growfs", "mount", "umount", "mountpoint", "dmsetup", "useradd"),
     *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "sleep", "python3.13"),
     *("rpm", "dnf", "udevadm", "blkid", "gcloud", "setpriv", "unshare"),
 )

@@ -126,6 +126,16 @@ def test_an_archive_without_our_wheel(machine: Machine) -> None:
     assert "stage software FAILED" in done.stdout
 
 
+def test_the_archives_python_is_taken_where_the_image_has_a_later_one_too(machine: Machine) -> None:
+    """The image's name is a parameter that moves on; wheels of one version are of no use to another."""
+    (machine.folder / "boot.env").write_text(machine.settings(machine.pack(*WHEELS, TORCH.replace("313", "312"))))
+    machine.command(machine.folder / "bin", ["python3.12"])
+    machine.answer("python3.12", machine.answered("python3.13").replace("python3.13", "python3.12"))
+    done = machine.run("boot.sh")
+    assert done.returncode == 0, done.stdout
+    assert [line.split()[0] for line in machine.calls("python3.13", "python3.12")] == ["python3.12"]
+
+
 IMAGES = """\
 case "$*" in
 *distribution*) [ "$WITH" = yes ] || exit 1; echo /image/packages ;;

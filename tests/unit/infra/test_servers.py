@@ -192,6 +192,17 @@ def test_a_nats_server(tmp_path: Path, store: Path) -> None:
     assert machine.calls("mkfs.xfs") == [], "what has streams on it is never formatted"
 
 
+def test_a_volume_that_was_made_larger_is_used_whole(tmp_path: Path, store: Path) -> None:
+    """``volume_gb`` of before, formatted; a server that takes this one's place is told the store of the new size."""
+    machine = nats_machine(tmp_path, store)
+    machine.answer("blkid", "echo xfs\n")
+    assert machine.run("boot.sh").returncode == 0
+    mount = f"{machine.folder}/mnt"
+    happened = machine.calls("mkfs.xfs", "mount", "xfs_growfs")
+    assert [line.split()[0] for line in happened] == ["mount", "xfs_growfs"]
+    assert happened[1].endswith(f" {mount}")
+
+
 def test_a_nats_server_is_told_what_the_one_that_sllm_up_starts_is(tmp_path: Path, store: Path) -> None:
     """Its limits, and that what it acknowledges is on the disk."""
     machine = nats_machine(tmp_path, store)

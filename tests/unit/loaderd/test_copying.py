@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.ssd.ledger import Copy, Ledger
 from sllm_runtime.protocol.errors import Conflict, Forbidden, Unavailable
-from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, session, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import until
 
@@ -129,3 +129,43 @@ def test_kept_copies_go_last_and_only_for_what_is_wanted_as_well() -> None:
     assert gone(30) is None
     assert gone(30, wanted=True) == "bca"
     assert gone(31, wanted=True) is None
+
+
+@pytest.mark.parametrize("blocks", [[(0, 0)], []], ids=["a part was wanted", "it was cancelled"])
+async def test_a_load_of_a_part_holds_no_place_for_a_copy(
+    published: Path, server: RangeServer, tmp_path: Path, blocks: list[tuple[int, int]]
+) -> None:
+    """What was loaded will never be a whole copy: nobody is told to wait for that, and the disk has its room back."""
+    async with loaderd(tmp_path, remote_threads=1) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        async with session(daemon, info.model) as one:
+            if not blocks:
+                server.script.extend([None, "stall 10"])
+            load = one.load(blocks=blocks)
+            await asyncio.to_thread(load.wait, 0)
+            load.detach()
+        server.released.set()  # the sandbox is dead, with whatever it had asked for
+        await daemon.control.gone("w")
+
+        async def quiet() -> bool:
+            return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
+
+        await until(quiet, what="nothing is read or written")
+        status = await daemon.control.status()
+        assert 0 < sum(part.nbytes for part in status.resident) < info.nbytes, "a part of it is in memory"
+
+        async def copied() -> bool:
+            try:
+                await daemon.control.copy(info.model)
+            except Conflict as error:
+                refused.append(error.message)
+                return False
+            return True
+
+        refused: list[str] = []
+        try:
+            await until(copied, within_s=5.0, what="it is copied")
+        except BaseException as error:
+            raise AssertionError(refused[-1]) from error
+        (copy,) = (daemon.data / "ssd").iterdir()
+        assert copy.read_bytes() == (published / PARTITION).read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -15,7 +16,7 @@ from sllm_loaderd.disk.cached import cached_bytes
 from sllm_loaderd.disk.local import LocalFile, LocalPartition
 from sllm_loaderd.reader import Segment, SegmentedPartition, together
 from sllm_runtime.protocol.checkpoint import partition_name
-from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound, SllmError
 from tests.fixtures.loaderd import drop
 
 SIZE = 5 * 4096 + 123
@@ -154,3 +155,19 @@ def test_segments_that_overlap_or_come_by_two_ways_are_refused(file: Path) -> No
         SegmentedPartition("bad", [Segment(source, 0, 0, 10), Segment(other, 0, 10, 10)])
     source.close()
     other.close()
+
+
+def test_a_file_that_cannot_be_opened_twice_is_not_left_open(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last descriptor is not for who needs two: kept it would be nobody's for as long as the process lives."""
+    real = os.open
+
+    def short(path: str, flags: int, *others: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, flags, *others)
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "open", short)
+    with pytest.raises(SllmError):
+        LocalFile(file)
+    assert os.listdir("/proc/self/fd") == before

@@ -125,6 +125,25 @@ def test_who_came_first_is_served_first_whoever_was_ready_first(bench: Bench) ->
     assert bench.finish(6) == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_queue_is_no_longer_than_what_waits_in_it(bench: Bench, cancels: bool) -> None:
+    """A sandbox may say another order, or cancel and load again, as often as it likes while a read takes its time."""
+    bench.begin()
+    for _ in range(500):
+        if cancels:
+            tasks = bench.tasks(*range(1, 33))
+            bench.paths.put(tasks, 0)
+            assert all(bench.paths.cancel(task) for task in tasks)
+            bench.pool.free([task.chunk for task in tasks])
+        else:
+            tasks = tasks if _ else bench.tasks(*range(1, 33))
+            if not _:
+                bench.paths.put(tasks, 0)
+            tasks.reverse()
+            bench.paths.reorder(tasks)
+    assert len(bench.paths._queue("disk")._heap) < 200
+
+
 def test_what_somebody_begins_to_wait_for_is_promoted_and_runs_once(bench: Bench) -> None:
     bench.begin()
     later = bench.tasks(1, 2)

@@ -243,6 +243,20 @@ def test_chunks_are_pinned_once_and_unpinned_before_they_go(refuses: bool) -> No
     assert not devices.pinned
 
 
+def test_what_was_pinned_is_unpinned_although_nothing_more_can_be() -> None:
+    """A driver that still knows the address would read the old pages for whatever is mapped there next."""
+    devices = PinningDevices()
+    pool = ChunkPool(SIZE, 4 * SIZE, 0, pinner=devices)
+    (small,) = pool.allocate(1, SIZE // 4)
+    (whole,) = pool.allocate(1)
+    pool.pin(small)
+    devices.refuses = True
+    pool.pin(whole)
+    pool.free([small])  # its memory goes at once
+    assert not devices.pinned
+    pool.close()
+
+
 def test_chunks_of_2_mib_lie_at_its_borders_and_ask_for_huge_pages() -> None:
     pool = ChunkPool(2 * memory.HUGE_PAGE, 2 * memory.HUGE_PAGE, 0, huge=True)
     try:

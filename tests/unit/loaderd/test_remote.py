@@ -197,6 +197,18 @@ def test_redirects_are_remembered_and_given_up_when_they_no_longer_serve(server:
         read(source)
 
 
+@pytest.mark.parametrize("word", ["status 503", "cut 0"])
+def test_where_we_were_sent_to_is_left_when_it_fails(
+    server: RangeServer, tmp_path: Path, data: bytes, word: str
+) -> None:
+    """The address that was registered still serves, and knows where the bytes are now."""
+    with range_server(tmp_path) as mirror, opened(server) as source:
+        server.script.append(f"to {mirror.url}/weights.bin")
+        assert read(source, 0, 50) == data[:50]
+        mirror.script.extend([word] * 20)
+        assert read(source, 100, 50) == data[100:150]
+
+
 def test_what_was_registered_is_asked_for_by_its_tag(server: RangeServer) -> None:
     with opened(server, etag="abc") as source, pytest.raises(Conflict):
         read(source)

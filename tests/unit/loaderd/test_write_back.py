@@ -18,7 +18,7 @@ from sllm_loaderd.store import StoredModel
 from sllm_loaderd.write_back import SsdWrite, _Copy
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import PoolExhausted, Unavailable
-from tests.unit.loaderd.node import WAIT, Node, RemoteSource, check_ready, on_device
+from tests.unit.loaderd.node import CHUNK, WAIT, Node, RemoteSource, check_ready, on_device
 
 
 class HookedTier:
@@ -43,6 +43,21 @@ class HookedWrite:
     def write(self, number: int, view: memoryview) -> None:
         self.before(number)
         self.real.write(number, view)
+
+
+class SlowSource(RemoteSource):
+    """The last chunk is waited for, and does not come."""
+
+    def __init__(self, model: StoredModel) -> None:
+        super().__init__(model)
+        self.go = threading.Event()
+        self.last = len(model.index.partitions[0].digests) - 1
+
+    def read(self, view: memoryview, offset: int) -> str:
+        if offset // CHUNK == self.last:
+            assert self.go.wait(WAIT)
+            raise Unavailable("it is gone")
+        return super().read(view, offset)
 
 
 def copy_of(model: StoredModel, tier: SsdDirectory) -> bytes | None:
@@ -223,11 +238,14 @@ def test_one_chunk_of_memory_is_enough_for_a_device_and_a_slow_disk(tmp_path: Pa
 
 def test_a_node_that_stops_leaves_no_half_copy(tmp_path: Path, model: StoredModel) -> None:
     tier = SsdDirectory(tmp_path / "ssd", 2**30)
+    source = SlowSource(model)
     with contextlib.closing(Node(ssd=tier)) as node:
-        wish = node.wish(model, sources=[RemoteSource(model)], blocks=[(0, 0)])
-        node.until(lambda: wish.ended)
-        node.settle()
+        wish = node.wish(model, sources=[source])
+        node.until(lambda: wish.job.lacking == {source.last})
+        (resident,) = node.residency.residents()
+        node.until(lambda: resident.write_back is not None and not resident.write_back.busy)
         assert len(os.listdir(tmp_path / "ssd")) == 1
+        source.go.set()
     assert os.listdir(tmp_path / "ssd") == []
 
 

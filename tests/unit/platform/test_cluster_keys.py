@@ -219,6 +219,19 @@ def test_what_cannot_be_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert why in capsys.readouterr().err
 
 
+def test_what_the_parameter_store_would_not_take_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine with a gateway has a controller's key too: who replaces both at once is told, with all as it was."""
+    write(CLUSTER, tmp_path)
+    for kind in ("controller", "gateway", "node"):
+        before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+        if main(["rotate", str(tmp_path), kind]) != 0:
+            assert "`retire` another kind's key of before first" in capsys.readouterr().err
+            assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
+        assert (tmp_path / "nats/accounts").stat().st_size <= 8192, kind
+
+
 def test_what_cannot_be_renewed(tmp_path: Path) -> None:
     accounts = {**CLUSTER.accounts}
     assert renewed(accounts, CLUSTER.operator, 1)["resolver_preload"].keys() == accounts["resolver_preload"].keys()

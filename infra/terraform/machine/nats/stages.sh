@@ -12,6 +12,7 @@ volume() {
         [ -n "$(blkid --match-tag TYPE --output value "$device")" ] || mkfs.xfs -q "$device"
         mount -o noatime "$device" "$MOUNT"
     fi
+    xfs_growfs "$MOUNT" >/dev/null # the volume may have been made larger: the server is told of all of it
     mkdir -p "$MOUNT/jetstream"
     chown "$ACCOUNT" "$MOUNT" "$MOUNT/jetstream"
 }

@@ -32,7 +32,8 @@ resource "aws_lb" "this" {
 
 resource "aws_lb_target_group" "gateways" {
   # checkov:skip=CKV_AWS_378:gateways speak HTTP; TLS ends at the load balancer, and only its security group reaches them
-  name                 = "${var.name}-gateway"
+  # By its port: another one's group is made before this one goes, which the listener sends to until then.
+  name                 = "${var.name}-${var.port}"
   vpc_id               = var.vpc_id
   port                 = var.port
   protocol             = "HTTP"
@@ -49,6 +50,10 @@ resource "aws_lb_target_group" "gateways" {
     timeout             = 5
     healthy_threshold   = 2
     unhealthy_threshold = 2
+  }
+
+  lifecycle {
+    create_before_destroy = true
   }
 }
 

@@ -75,7 +75,8 @@ resource "aws_autoscaling_group" "gateways" {
     version = aws_launch_template.gateway.latest_version
   }
 
-  # In service once /readyz says so; who never gets there is replaced.
+  # In service once /readyz says so; who never gets there is replaced. With the group itself, so that the first instance
+  # has it too; from then on it is what is said below: to change it here would be another group.
   initial_lifecycle_hook {
     name                 = "arrive"
     lifecycle_transition = "autoscaling:EC2_INSTANCE_LAUNCHING"
@@ -103,6 +104,18 @@ resource "aws_autoscaling_group" "gateways" {
     }
   }
 
+  lifecycle {
+    ignore_changes = [initial_lifecycle_hook]
+  }
+
   # Before the first instance: what it asks for as it starts.
   depends_on = [aws_iam_role_policy.gateway, aws_kms_grant.group]
+}
+
+resource "aws_autoscaling_lifecycle_hook" "arrive" {
+  name                   = "arrive"
+  autoscaling_group_name = aws_autoscaling_group.gateways.name
+  lifecycle_transition   = "autoscaling:EC2_INSTANCE_LAUNCHING"
+  heartbeat_timeout      = var.boot_timeout_s
+  default_result         = "ABANDON"
 }

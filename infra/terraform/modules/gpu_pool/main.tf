@@ -98,7 +98,8 @@ resource "aws_autoscaling_group" "nodes" {
     }
   }
 
-  # With the group itself, so that the first instance has them too.
+  # With the group itself, so that the first instance has them too. From then on they are what is said below: to change
+  # them here would be another group.
   initial_lifecycle_hook {
     name                 = "arrive"
     lifecycle_transition = "autoscaling:EC2_INSTANCE_LAUNCHING"
@@ -124,9 +125,25 @@ resource "aws_autoscaling_group" "nodes" {
   }
 
   lifecycle {
-    ignore_changes = [desired_capacity]
+    ignore_changes = [desired_capacity, initial_lifecycle_hook]
   }
 
   # Before the first instance: what it asks for as it starts.
   depends_on = [aws_iam_role_policy.node, aws_kms_grant.group]
+}
+
+resource "aws_autoscaling_lifecycle_hook" "arrive" {
+  name                   = "arrive"
+  autoscaling_group_name = aws_autoscaling_group.nodes.name
+  lifecycle_transition   = "autoscaling:EC2_INSTANCE_LAUNCHING"
+  heartbeat_timeout      = var.boot_timeout_s
+  default_result         = "ABANDON"
+}
+
+resource "aws_autoscaling_lifecycle_hook" "drain" {
+  name                   = "drain"
+  autoscaling_group_name = aws_autoscaling_group.nodes.name
+  lifecycle_transition   = "autoscaling:EC2_INSTANCE_TERMINATING"
+  heartbeat_timeout      = local.terminate_timeout_s
+  default_result         = "CONTINUE"
 }

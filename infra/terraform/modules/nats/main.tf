@@ -53,9 +53,10 @@ resource "aws_instance" "server" {
     tags        = local.tags
   }
 
-  # A new image or script is taken when a server is replaced, one at a time: `terraform apply -replace`.
+  # A new image, script or type is taken when a server is replaced, one at a time: `terraform apply -replace`. All three
+  # would be stopped at once for another type.
   lifecycle {
-    ignore_changes = [ami, user_data_base64]
+    ignore_changes = [ami, user_data_base64, instance_type]
   }
 
   # Before it starts: what it asks for as it does.
