@@ -140,6 +140,9 @@ class Dispatcher:
 
     def submit_again(self, call: Call) -> None:
         """A call that had its turn: it goes to the head, whatever the length of the queue."""
+        if call.version.removed:  # another function may have its name by now
+            self._fail(call, _deleted(call.version))
+            return
         line = self._line(call.version)
         line.slots.push_front(call)
         self._go(line)
@@ -215,9 +218,9 @@ class Dispatcher:
         if line is None:
             return
         if version.removed:
-            error = FunctionNotFound(f"{version.function} v{version.number} was deleted while the call waited")
-            self._fail_all(line, error)
+            self._fail_all(line, _deleted(version))
             return
+        line.version = version  # another one where its function was deleted, and deployed anew, while calls ran
         self._take_route(line, version.route)
 
     def on_room(self, key: Key, instance: str, running: int) -> None:
@@ -385,6 +388,10 @@ class Dispatcher:
 
 def _bound(call: Call) -> str:
     return call.numerics if call.bound_to_numerics else ""
+
+
+def _deleted(version: Version) -> FunctionNotFound:
+    return FunctionNotFound(f"{version.function} v{version.number} was deleted while the call waited")
 
 
 def _full(version: Version) -> QueueFull:

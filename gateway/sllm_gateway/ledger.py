@@ -7,8 +7,9 @@ anyway for its next instance. Ids that were not written are drawn again, and are
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -117,10 +118,10 @@ class Ledger:
         self._begun.clear()
         gone, self._gone = self._gone, []
         found: list[Log] = []
-        entries: list[LogEntry] = [Gone(call) for call in gone]
-        size = len(entries) * _GONE_BYTES
-        for line in lines:
-            entry = _entry(line, now)
+        entries: list[LogEntry] = []
+        size = 0
+        ended: Iterator[LogEntry] = (Gone(call) for call in gone)
+        for entry in chain(ended, (_entry(line, now) for line in lines)):
             if entry is None:
                 continue
             nbytes = _size(entry)
@@ -190,7 +191,9 @@ def _whole(line: _Line) -> Whole:
     )
 
 
-def _size(entry: Whole | More) -> int:
+def _size(entry: LogEntry) -> int:
+    if isinstance(entry, Gone):
+        return _GONE_BYTES
     ids = sum(map(len, entry.ids)) if isinstance(entry, Whole) else sum(len(each.ids) for each in entry.ids)
     return _ENTRY_BYTES + ids * _ID_BYTES + (len(entry.body) if isinstance(entry, Whole) else 0)
 

@@ -169,7 +169,9 @@ def answer_stray(item: Incoming) -> list[Outgoing]:
 def _nbytes(item: Outgoing) -> int:
     """About what it takes in a message."""
     if isinstance(item, Parts):
-        return sum(len(frame.data) for frame in item.frames)
+        return 64 + sum(32 + len(frame.data) for frame in item.frames)
+    if isinstance(item, Cancel):
+        return 128 + len(item.reason.encode())
     return 64 + (5 * len(item.ids) if isinstance(item, Feed) else 0)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sllm_gateway import sse, timing
-from sllm_gateway.asgi import PIECE, Headers, Scope, Send, answer, exactness, send_now
+from sllm_gateway.asgi import PIECE, Headers, Message, Scope, Send, exactness, send_now
 from sllm_gateway.binding import NEVER
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
@@ -45,7 +45,7 @@ class Responder:
             if call.error is not None and not call.frames:
                 raise call.error
             headers = [*_SSE, *_head(call)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._put(call, {"type": "http.response.start", "status": 200, "headers": headers}, send)
             await self._write_all(call, encoder, scope, send, connection)
             if isinstance(call.error, SlowConsumer):
                 connection.abort_after(CLOSE_AFTER_S)
@@ -109,13 +109,17 @@ class Responder:
         return encoder.end(call.end or End()) + timeline + sse.DONE
 
     async def _write(self, call: Call, data: bytes, send: Send, *, more: bool) -> None:
-        slow = self._settings.slow_consumer
         for start in range(0, max(1, len(data)), PIECE):
             piece = data if len(data) <= PIECE else data[start : start + PIECE]
-            call.writing = self._clock()
-            call.due = min(call.due, call.writing + slow)
-            await send({"type": "http.response.body", "body": piece, "more_body": more or start + PIECE < len(data)})
-            call.writing = None
+            more_body = more or start + PIECE < len(data)
+            await self._put(call, {"type": "http.response.body", "body": piece, "more_body": more_body}, send)
+
+    async def _put(self, call: Call, message: Message, send: Send) -> None:
+        """Also the head may wait: for a client that has not taken the answer before."""
+        call.writing = self._clock()
+        call.due = min(call.due, call.writing + self._settings.slow_consumer)
+        await send(message)
+        call.writing = None
 
     async def whole(self, call: Call, encoder: Body, scope: Scope, send: Send) -> None:
         """As one JSON body, when all of it is there."""
@@ -131,11 +135,8 @@ class Responder:
                 encoder.inexact()
             body = encoder.body(call.take(), call.end)
             headers = [(b"content-type", b"application/json"), *_head(call)]
-            if len(body) <= PIECE:
-                await answer(send, 200, headers, body)
-                return
             headers.append((b"content-length", b"%d" % len(body)))
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._put(call, {"type": "http.response.start", "status": 200, "headers": headers}, send)
             await self._write(call, body, send, more=False)
             if isinstance(call.error, SlowConsumer):
                 connection.abort_after(CLOSE_AFTER_S)

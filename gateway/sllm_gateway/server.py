@@ -26,6 +26,8 @@ CLOSE_AFTER_S: Final = 10.0
 """A client that was too slow may read the error for so long; then its connection is reset."""
 BEHIND: Final = 4 * MAX_HEAD
 """Bytes behind a request that are read while it is answered: who reads nothing does not hear of its client's end."""
+PIPELINED: Final = 64
+"""Requests that may wait behind the one that is answered: each is kilobytes here, and some twenty bytes to send."""
 REST_S: Final = 2.0
 """So long after the drain what is still being written may take: less than a supervisor waits beyond the drain."""
 
@@ -53,7 +55,8 @@ class Connection(HttpToolsProtocol):
     _freed = False
     """Whether its client has not taken what a response was freed of (``unblock``)."""
     _left = 0
-    """Bytes that its client had still to take when it was last looked at, closed already."""
+    """Bytes that its client had still to take when it was last looked at, closed already or with an answer that waits
+    for that."""
 
     def __init__(self, *args: Any, head_s: float, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -100,6 +103,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._offers = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if not self._offers:
+            if len(self.pipeline) >= PIPELINED:  # the parser says that it has failed, and the connection is closed
+                raise InvalidRequest(f"more than {PIPELINED} requests wait for their answers; send less at once")
             self._head, self._asked = None, True
             super().on_headers_complete()
 
@@ -132,13 +137,16 @@ class Connection(HttpToolsProtocol):
         """Close it if it has waited for the same request since it was last looked at. A connection that waits for its
         next request in good order is left to uvicorn's own timer."""
         self._look = self.loop.call_later(self._head_s, self._look_after)
-        if self.transport.is_closing():  # else who wants it closed, and takes nothing, keeps it for ever
-            left, self._left = self._left, self.transport.get_write_buffer_size()
-            if 0 < self._left == left:
-                self.transport.abort()
+        closing, served = self.transport.is_closing(), self.cycle
+        answers = served is not None and not served.response_complete
+        # Who watches its connection has a bound of its own.
+        stuck = closing or (answers and self.flow.write_paused and self._on_lost is None)
+        left, self._left = self._left, self.transport.get_write_buffer_size() if stuck else 0
+        if 0 < self._left == left:  # else who takes nothing keeps it for ever
+            self.transport.abort()
+        if closing:
             return
-        served = self.cycle
-        waits = (served is None or served.response_complete) and self.timeout_keep_alive_task is None
+        waits = not answers and self.timeout_keep_alive_task is None
         if waits and self._served is served:
             self._refuse(HeadTimeout(f"no request was here after {self._head_s:g} s; connect when there is one"))
             return

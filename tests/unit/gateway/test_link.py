@@ -5,12 +5,13 @@ from typing import Any, cast
 
 import pytest
 
+from sllm_gateway.calls import STOPPED
 from sllm_gateway.link import Link
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.outbox import encode
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.errors import DeadlineExceeded, Unavailable
-from sllm_runtime.protocol.frames import Ack, Feed, Open, Opened
+from sllm_runtime.protocol.errors import DeadlineExceeded, GatewayStopped, Unavailable
+from sllm_runtime.protocol.frames import Ack, Cancel, Feed, Frame, FrameKind, Open, Opened, Parts
 from sllm_runtime.protocol.limits import MOST_IDS
 from sllm_runtime.protocol.subjects import node_calls
 
@@ -20,10 +21,12 @@ class Sent:
 
     def __init__(self) -> None:
         self.subjects: list[str] = []
+        self.items = 0
 
     def publish_now(self, subject: str, message: Any) -> None:
         encode(message, subject)
         self.subjects.append(subject)
+        self.items += len(message.items)
 
 
 async def test_what_no_message_holds_keeps_nothing_from_other_nodes() -> None:
@@ -33,6 +36,22 @@ async def test_what_no_message_holds_keeps_nothing_from_other_nodes() -> None:
     link.send("n2", Ack("call-2", 1, 1, 0))
     await asyncio.sleep(0)
     assert sent.subjects == [node_calls("n2", "g1")]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        Cancel(f"call-{10**23}", 1, GatewayStopped(STOPPED).code, STOPPED),  # as of each that runs when a gateway stops
+        Cancel(f"call-{10**23}", 1, "cancelled", "the caller went away"),
+        Parts(f"call-{10**23}", 1, (Frame(1, FrameKind.BODY, b"{}"),)),
+    ],
+)
+async def test_what_many_calls_owe_at_once_is_sent(item: Cancel | Parts) -> None:
+    sent = Sent()
+    link = Link(cast(Bus, sent), "g1", lambda: 0.0)
+    link.send_all("n1", 12_000 * [item])
+    await asyncio.sleep(0)
+    assert sent.items == 12_000
 
 
 async def test_what_one_message_does_not_hold_goes_in_two() -> None:

@@ -71,6 +71,19 @@ resource "aws_vpc_security_group_ingress_rule" "clients" {
   tags              = local.tags
 }
 
+# Counted, since a group that is made beside this module is not known by its id when that is planned.
+resource "aws_vpc_security_group_ingress_rule" "monitors" {
+  count = length(var.monitor_security_group_ids)
+
+  security_group_id            = aws_security_group.this["gateway"].id
+  referenced_security_group_id = var.monitor_security_group_ids[count.index]
+  ip_protocol                  = "tcp"
+  from_port                    = var.gateway_port
+  to_port                      = var.gateway_port
+  description                  = "monitor to gateway"
+  tags                         = local.tags
+}
+
 resource "aws_vpc_security_group_egress_rule" "s3" {
   for_each = toset(["gateway", "nats", "node"])
 

@@ -88,6 +88,12 @@ variable "gateway_port" {
   default     = 8600
 }
 
+variable "monitor_security_group_ids" {
+  description = "Groups of what reads /metrics of the gateways inside the VPC (Prometheus). What is in them reaches all that gateways serve, with a token as everybody."
+  type        = list(string)
+  default     = []
+}
+
 variable "peer_port" {
   description = "Port at which nodes serve models to each other."
   type        = number

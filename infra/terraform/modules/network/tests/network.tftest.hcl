@@ -185,3 +185,18 @@ run "clients_are_ranges" {
   variables { client_cidrs = ["everybody"] }
   expect_failures = [var.client_cidrs]
 }
+
+run "monitors_reach_gateways_and_nothing_else" {
+  command = plan
+
+  variables { monitor_security_group_ids = ["sg-prometheus"] }
+
+  assert {
+    condition = (
+      [for rule in aws_vpc_security_group_ingress_rule.monitors : rule.referenced_security_group_id] == ["sg-prometheus"] &&
+      aws_vpc_security_group_ingress_rule.monitors[0].from_port == var.gateway_port &&
+      aws_vpc_security_group_ingress_rule.monitors[0].to_port == var.gateway_port
+    )
+    error_message = "Prometheus reads /metrics at the gateways' port"
+  }
+}
