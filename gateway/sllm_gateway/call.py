@@ -221,6 +221,7 @@ class Call:
         self.gathered = Gathered()
         self.buffered = 0
         self.exact = True
+        self.marks.first = None
         if self.resumption is not None:
             self.resumption = self.resumption.anew()
         self.go_on(now)

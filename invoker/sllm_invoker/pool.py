@@ -151,7 +151,8 @@ class WarmPool:
             began = loop.time()
             sandbox = await self._driver.create(sandbox_name(), self._wish)
         except (SllmError, OSError) as raised:  # a full disk, no descriptors
-            error = raised if isinstance(raised, SllmError) else Unavailable(f"no sandbox can be made: {raised}")
+            said = str(raised) or type(raised).__name__
+            error = raised if isinstance(raised, SllmError) else Unavailable(f"no sandbox can be made: {said}")
             if not self._patient:
                 self._refuse(error)
                 return

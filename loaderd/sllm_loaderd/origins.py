@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from sllm_loaderd.disk.local import LocalPartition
-from sllm_loaderd.reader import ByteSource, ChunkSource, Segment, SegmentedPartition
+from sllm_loaderd.reader import ByteSource, ChunkSource, Segment, SegmentedPartition, close_all
 from sllm_loaderd.sources import Entry, Source, SourceSettings, open_source
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.verify import Checkpoint
 from sllm_runtime.protocol.checkpoint import partition_name
-from sllm_runtime.protocol.errors import ModelNotFound, Unavailable
+from sllm_runtime.protocol.errors import ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import DISK, path_of
+
+log = logging.getLogger(__name__)
 
 _PEER: Final = "peer://"
 _HUB: Final = "hf://"
@@ -56,24 +60,29 @@ class Origins:
         """Best first: a file of the store, which has all; or else the SSD copy, peers, object stores.
 
         ``records`` gives the sources that are known. Nothing remote is asked before the first read. Raises
-        ``ModelNotFound`` if there is no way at all.
+        ``ModelNotFound`` if there is no way at all, what the first one failed with where each that there is did.
         """
         nbytes = checkpoint.index.partition(rank).nbytes
         if (checkpoint.directory / partition_name(rank)).exists():
             return [LocalPartition(checkpoint.directory, rank, nbytes, direct=direct)]
+        known = sorted(records(), key=lambda record: not record.uri.startswith(_PEER))
+        ways: list[Callable[[], ChunkSource | None]] = [partial(self._ssd.open, checkpoint.digest, rank, nbytes)]
+        ways += (partial(self._partition, checkpoint, rank, record) for record in known)
         found: list[ChunkSource] = []
-        if (copy := self._ssd.open(checkpoint.digest, rank, nbytes)) is not None:
-            found.append(copy)
-        try:
-            for record in sorted(records(), key=lambda record: not record.uri.startswith(_PEER)):
-                if (source := self._partition(checkpoint, rank, record)) is not None:
-                    found.append(source)
-        except BaseException:
-            for source in found:  # else what they read by would never be idle again
-                source.close()
-            raise
+        failure: SllmError | None = None
+        for way in ways:
+            try:
+                source = way()
+            except SllmError as error:  # another one may have it all
+                log.warning("partition %d of %s: %s", rank, checkpoint.digest, error.message)
+                failure = failure or error
+            except BaseException:
+                close_all(found)  # else what they read by would never be idle again
+                raise
+            else:
+                found += () if source is None else (source,)
         if not found:
-            raise ModelNotFound(
+            raise failure or ModelNotFound(
                 f"partition {rank} of {checkpoint.digest} is neither on this node nor at a source it knows; register"
                 " the model again",
                 field="model",

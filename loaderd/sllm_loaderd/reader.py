@@ -109,3 +109,9 @@ class SegmentedPartition:
 def _zero(view: memoryview) -> None:
     if len(view):
         view[:] = bytes(len(view))
+
+
+def close_all(sources: Iterable[ChunkSource]) -> None:
+    """Give back what they have open."""
+    for source in sources:
+        source.close()

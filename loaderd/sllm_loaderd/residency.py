@@ -13,9 +13,9 @@ from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.load_job import LoadJob
 from sllm_loaderd.paths import Paths
 from sllm_loaderd.pool import ChunkPool
-from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.reader import ChunkSource, close_all
 from sllm_loaderd.resident import Resident
-from sllm_loaderd.residents import Residents, close_all
+from sllm_loaderd.residents import Residents
 from sllm_loaderd.store import StoredModel
 from sllm_loaderd.task import ReadChunk, Task
 from sllm_loaderd.write_back import SsdTier, WriteBack

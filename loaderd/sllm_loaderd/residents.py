@@ -5,11 +5,11 @@ Lives in the daemon's event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from sllm_loaderd.chunk import Chunk
 from sllm_loaderd.pool import ChunkPool
-from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.reader import close_all
 from sllm_loaderd.resident import Key, Resident
 from sllm_loaderd.room import Room
 from sllm_runtime.protocol.errors import Conflict
@@ -135,9 +135,3 @@ class Residents:
             )
             for resident in ordered
         ]
-
-
-def close_all(sources: Iterable[ChunkSource]) -> None:
-    """Give back what they have open."""
-    for source in sources:
-        source.close()

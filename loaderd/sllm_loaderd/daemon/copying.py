@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from sllm_loaderd.daemon.registration import Report
 from sllm_loaderd.opening import opened
-from sllm_loaderd.residents import close_all
+from sllm_loaderd.reader import close_all
 from sllm_loaderd.ssd.fill import Fill
 from sllm_loaderd.ssd.write import CopyWrite
 from sllm_loaderd.store import StoredModel

@@ -27,9 +27,8 @@ from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.server import open_peer_server
 from sllm_loaderd.pool import ChunkPool
 from sllm_loaderd.prefaulting import LEAST, bytes_ahead, model_sizes
-from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.reader import ChunkSource, close_all
 from sllm_loaderd.residency import Residency
-from sllm_loaderd.residents import close_all
 from sllm_loaderd.sources import SourceSettings
 from sllm_loaderd.sources.fetch import forget_old
 from sllm_loaderd.store import ModelStore, StoredModel

@@ -16,7 +16,7 @@ from sllm_runtime.protocol.limits import CHUNK_BYTES
 
 
 def _half_of_memory() -> int:
-    return memory() // 2  # of what the node has as its invoker tells it
+    return memory() // 2
 
 
 class LoaderSettings(Settings):

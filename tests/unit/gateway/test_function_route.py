@@ -252,6 +252,27 @@ async def test_retries_begin_again_only_before_the_first_byte(nats: Nats) -> Non
         assert [(kind, why) for kind, _, why in await w.told(first)] == [("call.retried", "ValueError: once")]
 
 
+async def test_what_came_of_a_try_that_is_thrown_away_is_no_first_token(nats: Nats) -> None:
+    """Nobody has read the value of the first one."""
+    found: list[float | None] = []
+
+    async with world(nats) as w:
+
+        async def second(run: Run) -> None:
+            (call,) = w.gateway.calls.open()
+            if run.head.epoch == 1:
+                run.out("x")
+                await until(lambda: call.marks.first is not None)
+                run.end(FunctionError("ValueError: once"))
+            else:
+                found.append(call.marks.first)
+                await count(run)
+
+        await w.deploy(manifest("second", retries=1), entry(), script=second)
+        assert (await w.http.post("/fn/second", json={"n": 1})).status_code == 200
+    assert found == [None]
+
+
 async def test_a_call_waits_for_the_start_and_sees_its_progress(nats: Nats) -> None:
     spans = (Span("sandbox", 0, 5), Span("weights", 1, 90), Span("setup", 95, 5))
     go = asyncio.Event()

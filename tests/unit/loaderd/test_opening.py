@@ -23,8 +23,7 @@ from sllm_loaderd.daemon.settings import read_settings
 from sllm_loaderd.devices.fake import FakeAllocation
 from sllm_loaderd.opening import finished, opened
 from sllm_loaderd.pipeline import Pipeline
-from sllm_loaderd.reader import ChunkSource
-from sllm_loaderd.residents import close_all
+from sllm_loaderd.reader import ChunkSource, close_all
 from sllm_loaderd.ssd.fill import Fill
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel

@@ -6,8 +6,9 @@ import contextlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -289,3 +290,26 @@ def test_what_is_being_read_keeps_its_connections_however_many_other_sources_are
                 content(remote, model)
             with sources(model):
                 assert len(models.origins._sources) == 64, "of those that nobody reads by some went"
+
+
+def test_what_cannot_be_opened_is_left_out_where_another_source_has_it(
+    published: tuple[Path, str], server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy on a bad disk, a store whose credentials have gone: a load goes on by what is left."""
+    whole = (published[0] / "partition_0.bin").read_bytes()
+    with store(tmp_path / "data") as models:
+        digest = register(models, f"{server.url}/tiny").digest
+        monkeypatch.setattr(models.ssd, "open", raising(CorruptCheckpoint("the copy cannot be opened")))
+        with contextlib.closing(models.open(digest)) as model:
+            with sources(model) as (remote,):
+                assert content(remote, model) == whole
+            monkeypatch.setattr(models.origins, "_source", raising(Unavailable("no credentials")))
+            with pytest.raises(CorruptCheckpoint, match="the copy cannot be opened"):
+                model.open_sources(0)
+
+
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    return fails
