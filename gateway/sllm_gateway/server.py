@@ -47,6 +47,10 @@ class Connection(HttpToolsProtocol):
     """Whether a request has begun to come and is not whole."""
     _asked = False
     """Whether its headers are."""
+    _fields = 0
+    """Bytes of these so far: what is read at once may be a whole head."""
+    _why: InvalidRequest | None = None
+    """Why the parser was stopped."""
     _offers = False
     """Whether these offer an upgrade: it is read again without (``_Parser``)."""
     _look: asyncio.TimerHandle
@@ -85,7 +89,7 @@ class Connection(HttpToolsProtocol):
             if not body or self._asked:  # else it may all be of the request before
                 self._head += len(data)
             if self._head > MAX_HEAD:
-                self._refuse(HeadTooLarge(f"the headers are larger than {MAX_HEAD} bytes; send less"))
+                self._refuse(_too_large())
         elif self._coming:
             self._head = 0
         if self._on_lost is not None and self._behind < BEHIND:
@@ -94,17 +98,32 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head, self._coming, self._asked = 0, True, False
+        self._head, self._coming, self._asked, self._fields = 0, True, False, 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._asked:  # else it is a trailer: what a request asks for, and who asks, is decided by then
+            self._count(len(name) + len(value))
             super().on_header(name, value)
+
+    def _count(self, nbytes: int) -> None:
+        self._fields += nbytes
+        if self._fields > MAX_HEAD:
+            self._stop(_too_large())
+
+    def _stop(self, why: InvalidRequest) -> None:
+        """Have the parser say that it has failed: nothing more is read of this connection."""
+        self._why = why
+        raise why
 
     def on_headers_complete(self) -> None:
         self._offers = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if not self._offers:
-            if len(self.pipeline) >= PIPELINED:  # the parser says that it has failed, and the connection is closed
-                raise InvalidRequest(f"more than {PIPELINED} requests wait for their answers; send less at once")
+            if len(self.pipeline) >= PIPELINED:
+                self._stop(InvalidRequest(f"more than {PIPELINED} requests wait for their answers; send less at once"))
             self._head, self._asked = None, True
             super().on_headers_complete()
 
@@ -154,7 +173,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets an error of ours as well."""
-        self._refuse(InvalidRequest(msg))
+        self._refuse(self._why or InvalidRequest(msg))
 
     def _refuse(self, error: InvalidRequest) -> None:
         if self.cycle is None or self.cycle.response_complete:  # else it would be read as part of the response
@@ -245,6 +264,10 @@ class _Parser:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the headers are larger than {MAX_HEAD} bytes; send less")
 
 
 def _tokens(value: bytes) -> list[bytes]:

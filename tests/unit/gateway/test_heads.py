@@ -118,6 +118,17 @@ async def test_one_that_is_answered_stays(nats: Nats) -> None:
         assert (await w.http.post("/fn/slow", json={})).json() == [1]
 
 
+@pytest.mark.parametrize(
+    "head", [b"GET /livez?%b HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /livez HTTP/1.1\r\nhost: x\r\nx: %b\r\n\r\n"]
+)
+async def test_one_that_is_read_at_once_is_no_larger(nats: Nats, head: bytes) -> None:
+    async with world(nats) as w, connected(w) as sock:
+        sock.setblocking(True)  # the gateway, whose loop this is, looks when all of it is there
+        sock.sendall(head % (b"y" * MAX_HEAD))
+        sock.setblocking(False)
+        assert error(await rest(sock)) == (431, "head_too_large")
+
+
 async def test_what_is_no_http_gets_an_error_like_any_other(nats: Nats) -> None:
     async with world(nats) as w, connected(w) as sock:
         await send(sock, b"FOO bar\r\n\r\n")
