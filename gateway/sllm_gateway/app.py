@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route, Router
 
 from sllm_gateway.asgi import Message, Receive, Scope, Send
 from sllm_gateway.auth import Auth
+from sllm_gateway.bodies import Bodies
 from sllm_gateway.bundle_parts import BundleParts
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
@@ -161,7 +162,13 @@ class Gateway:
         self._statuses: Subscription | None = None
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, journal, clock)]
-        self._front = Front(Router(routes=routes, redirect_slashes=False), Auth(settings.token()), self.metrics, random)
+        self._front = Front(
+            Router(routes=routes, redirect_slashes=False),
+            Auth(settings.token()),
+            self.metrics,
+            Bodies(settings.all_bodies()),
+            random,
+        )
 
     def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
         function, models = FunctionRoute(caller), Models(self.table, self._lookup)

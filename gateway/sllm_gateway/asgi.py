@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
+from sllm_gateway.bodies import Share
 from sllm_runtime.protocol.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidRequest
 from sllm_runtime.protocol.http import EXACT
 
@@ -15,6 +16,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
+SHARE = "sllm.share"
+"""Where a request's scope has its ``Share`` of what all bodies take."""
 PIECE = 64 * 1024
 """Largest write: a slow client is noticed by the write that does not end, so writes must be small."""
 LINGER_S = 2.0
@@ -42,18 +45,19 @@ def declared_length(scope: Scope) -> int | None:
 
 async def read_body(scope: Scope, receive: Receive, limit: int, within_s: float) -> bytes:
     """The request's body. Raises ``BodyTooLarge`` before it reads a body that says so itself, else as soon as it is;
-    ``BodyTimeout`` if all of it is not here after ``within_s``; ``Cancelled`` if the client goes away."""
+    ``BodyTimeout`` if all of it is not here after ``within_s``; ``QueueFull`` if all bodies together take too much;
+    ``Cancelled`` if the client goes away."""
     length = declared_length(scope)
     if length is not None and length > limit:
         raise _too_large(limit)
     try:
         async with asyncio.timeout(within_s):
-            return await _read_all(receive, limit)
+            return await _read_all(receive, limit, scope[SHARE])
     except TimeoutError:
         raise BodyTimeout(f"the body was not here after {within_s:g} s; send it faster, or send less") from None
 
 
-async def _read_all(receive: Receive, limit: int) -> bytes:
+async def _read_all(receive: Receive, limit: int, share: Share) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -64,6 +68,7 @@ async def _read_all(receive: Receive, limit: int) -> bytes:
         size += len(part)
         if size > limit:
             raise _too_large(limit)
+        share.take(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -11,8 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 
 from sllm_gateway import errors
-from sllm_gateway.asgi import Message, Receive, Scope, Send, answer, header, refuse_body
+from sllm_gateway.asgi import SHARE, Message, Receive, Scope, Send, answer, header, refuse_body
 from sllm_gateway.auth import Auth
+from sllm_gateway.bodies import Bodies, Share
 from sllm_gateway.calls import STOPPED
 from sllm_gateway.errors import quoted
 from sllm_gateway.metrics import Metrics
@@ -38,8 +39,11 @@ FAMILIES = frozenset({"fn", "v1", "api", "livez", "readyz", "metrics"})
 class Front:
     """Handles one request each call. What a route raises before its headers is answered in the route's own shape."""
 
-    def __init__(self, router: Router, auth: Auth, metrics: Metrics, random: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, router: Router, auth: Auth, metrics: Metrics, bodies: Bodies, random: Callable[[int], bytes]
+    ) -> None:
         self._router = router
+        self._bodies = bodies
         self._auth = auth
         self._metrics = metrics
         self._random = random
@@ -54,6 +58,7 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # with it starlette raises what it would otherwise answer in its own words
+        scope[SHARE] = share = Share(self._bodies)
         seen = _Seen(send)
         try:
             self._auth.check(scope)
@@ -70,6 +75,7 @@ class Front:
             bug = InternalError(f"the gateway failed ({type(error).__name__}); its log has more under this call's id")
             await self._error(bug, scope, receive, seen)
         finally:
+            share.close()
             family = scope["path"].partition("/")[2].partition("/")[0]  # of `*` there is none
             self._metrics.requests.labels(family if family in FAMILIES else "other", str(seen.status)).inc()
 
@@ -82,7 +88,7 @@ class Front:
         status = errors.status(error, openai=openai)
         headers = errors.headers(error, call)
         body = errors.body(error, call, openai=openai)
-        if isinstance(error, BodyTooLarge | BodyTimeout):
+        if isinstance(error, BodyTooLarge | BodyTimeout) or scope[SHARE].refused:
             await refuse_body(receive, seen.send, status, headers, body)
         else:
             await answer(seen.send, status, headers, body)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from sllm_runtime.platform.control_groups import memory
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.calls import RESUME_WINDOW_S
@@ -24,6 +25,8 @@ class GatewaySettings(Settings):
     token_file: Path | None = None
     """Holds the bearer token, or several, one a line, while one is replaced; without one only loopback is served."""
     max_body: int = Field(default=limits.MAX_BODY, gt=0)
+    bodies: int = Field(default=0, ge=0)
+    """What the bodies of all requests that are being answered may take together. 0: see ``all_bodies``."""
     head_timeout: float = Field(default=limits.HEAD_TIMEOUT_S, gt=0)
     """Once to twice as long may a request's line and headers take."""
     body_timeout: float = Field(default=limits.BODY_TIMEOUT_S, gt=0)
@@ -44,6 +47,10 @@ class GatewaySettings(Settings):
     resume_window: float = Field(default=RESUME_WINDOW_S, gt=0)
     """A call with an ``Idempotency-Key`` goes on for so long without a reader."""
     backlog: int = Field(default=2048, gt=0)
+
+    def all_bodies(self) -> int:
+        """``bodies``, or a quarter of the memory and four of the largest at least; the largest has room in any case."""
+        return max(self.bodies or max(memory() // 4, 4 * self.max_body), self.max_body)
 
     def token(self) -> str | None:
         """The bearer tokens, one a line. Raises ``InvalidRequest`` for a file that has none, or a public address
