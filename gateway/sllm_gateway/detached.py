@@ -369,8 +369,10 @@ class Detached:
         it any more. Raises as ``_insist``."""
         call = run.call
         place, where = _place(call), call.binding
+        had = call.attempts > 0 or run.journaled.began is not None
+        run.started = run.started if had and run.started is not None else self._wall()
         began = Began(
-            at=self._wall(),
+            at=run.started,
             numerics=call.numerics or (where.entry.fingerprint if where is not None else ""),
             epoch=place[0],
             instance=place[1],
@@ -485,6 +487,8 @@ class _Run:
         """When nobody knows of the call any more, whatever becomes of it."""
         self.place = (0, "")
         """As ``_place`` was when that was last written."""
+        self.started = journaled.began.at if journaled.began is not None else None
+        """When an instance first had it, or was asked to."""
         self.read = now
         self.held = asyncio.Event()
         """Set when its key is known to be its own, or the call is over."""

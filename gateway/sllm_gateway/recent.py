@@ -22,7 +22,6 @@ from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.limits import BATCH_BYTES
-from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.timeline import Span, comment, sane
 
 log = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class Recent:
         found = []
         for call in self._calls.open():
             place = place_of(call.order.created, call.id)  # as of a kept call, and one that was taken up
-            if asked.function in ("", call.version.function) and asked.state in ("", shown(call.state).value):
+            if asked.function in ("", call.version.function) and asked.state in ("", call.state.value):
                 found.append((place, call))
         found = [each for each in found if not asked.after or each[0] < asked.after]
         found.sort(key=lambda each: each[0], reverse=True)
@@ -164,8 +163,3 @@ class Recent:
 def _some(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """The first of them: they are a worker's, and kept long after it."""
     return tuple(Span(clip(span.name, NAME_BYTES), span.at, span.ms) for span in sane(spans)[:MOST_SPANS])
-
-
-def shown(state: CallState) -> CallState:
-    """As people see it: what is being started for a call is told by what it waits for."""
-    return CallState.QUEUED if state is CallState.STARTING else state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sllm_gateway.recent import shown
 from sllm_runtime.protocol.calls import CallTold, Journaled
 from sllm_runtime.protocol.ctl import FunctionInfo, Migrated, ModelInfo, NodeInfo, Placements, Warmed
 from sllm_runtime.protocol.errors import ErrorBody
@@ -251,7 +250,7 @@ def call(journaled: Journaled, told: CallTold | None = None) -> CallView:
         id=order.call,
         function=order.function,
         version=order.version,
-        state=shown(told.state).value if open_ and told is not None else journaled.state.value,
+        state=told.state.value if open_ and told is not None else journaled.state.value,
         created=order.created,
         started=journaled.began.at if journaled.began is not None else None,
         finished=ended.at if ended is not None else None,
@@ -270,7 +269,7 @@ def open_call(told: CallTold) -> CallView:
         id=told.call,
         function=told.function,
         version=told.version,
-        state=shown(told.state).value,
+        state=told.state.value,
         created=told.created,
         kept=False,
         instance=told.instance,

@@ -121,8 +121,8 @@ class Loader:
                 answer = await control.adopt(batch)
             except Unavailable:
                 raise  # gone again: the next one gets it
-            except SllmError as error:
-                log.warning("loaderd does not take back what it gave: %s", error.message)
+            except (SllmError, OSError) as error:  # none of ours is left to send them by
+                log.warning("loaderd does not take back what it gave: %s", error)
                 self._kept.drop(batch.ids)
             else:
                 self._kept.drop(set(batch.ids).difference(answer.ids, answer.counted))
@@ -131,8 +131,8 @@ class Loader:
                 answer = await control.adopt_device(kept)
             except Unavailable:
                 raise
-            except SllmError as error:
-                log.warning("loaderd does not take back memory on %s: %s", kept.memory.device, error.message)
+            except (SllmError, OSError) as error:
+                log.warning("loaderd does not take back memory on %s: %s", kept.memory.device, error)
                 self._kept.drop([kept.memory.id])
             else:
                 self._kept.drop({kept.memory.id}.difference(answer.ids, answer.counted))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import logging
 import math
 import threading
 import time
@@ -13,8 +14,10 @@ from typing import Final
 
 from sllm_loaderd.reader import CACHED
 from sllm_loaderd.task import Order, Task, TaskState
-from sllm_runtime.protocol.errors import InternalError, SllmError
+from sllm_runtime.protocol.errors import InternalError, SllmError, Unavailable
 from sllm_runtime.protocol.loader import PRIORITIES, PathStatus, is_link, unused_bandwidth
+
+log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 30.0
 """A thread with nothing to do for this long ends; the next task starts one again."""
@@ -114,9 +117,22 @@ class PathQueue:
             while not self._closing and len(self._threads) < self._most_threads:
                 name = f"sllm-{self.path}-{len(self._threads)}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                try:
+                    thread.start()  # its first step waits for this lock
+                except RuntimeError as error:  # none can be had: those that there are do what there is
+                    log.warning("path %s goes on with %d threads: %s", self.path, len(self._threads), error)
+                    if not self._threads:
+                        self._refuse(Unavailable(f"nothing can be read from {self.path}: {error}; ask again"))
+                    break
                 self._threads.append(thread)
-                thread.start()
             self._changed.notify_all()
+
+    def _refuse(self, error: SllmError) -> None:
+        """Nobody serves what waits here."""
+        for task in self.waiting():
+            task.move(TaskState.RUNNING)
+            task.move(TaskState.DONE)
+            task.done(task, error)
 
     def move(self, task: Task, priority: int, order: Order) -> None:
         """Another place for a task that waits here."""

@@ -290,17 +290,22 @@ def _equip(
     name: str, rendezvous: Rendezvous, connection: socket.socket, pid: int, pidfd: int, group: Group | None
 ) -> Parts:
     """Hand over the worker's socket and the writing ends of its pipes. Takes ``connection`` and ``pidfd`` over."""
-    ours, theirs = socket.socketpair()
-    out, out_end = os.pipe2(os.O_CLOEXEC)
-    err, err_end = os.pipe2(os.O_CLOEXEC)
-    first = AsyncWire(connection, max_fds=0)
-    with theirs:
+    with contextlib.ExitStack() as handed, contextlib.ExitStack() as kept:  # each may be the one too many
+        ours, theirs = socket.socketpair()
+        kept.callback(ours.close)
+        handed.callback(theirs.close)
+        pipes = []
+        for _ in range(2):
+            end, other = os.pipe2(os.O_CLOEXEC)
+            kept.callback(os.close, end)
+            handed.callback(os.close, other)
+            os.set_blocking(end, False)
+            pipes.append((end, other))
+        (out, out_end), (err, err_end) = pipes
+        first = AsyncWire(connection, max_fds=0)
         first.send(codec.pack(ToZygote(Spawn(sandbox=name))), (theirs.fileno(), out_end, err_end))
-    for fd in (out_end, err_end):
-        os.close(fd)
-    for fd in (out, err):
-        os.set_blocking(fd, False)
-    monitor = Monitor(rendezvous.monitor)
+        monitor = Monitor(rendezvous.monitor)
+        kept.pop_all()
     return Parts(rendezvous, first, AsyncWire(ours, max_fds=0), out, err, pidfd, pid, monitor, group)
 
 

@@ -76,7 +76,10 @@ class ControlWire:
 
     async def open(self, deadline_s: float = DEADLINE_S) -> Self:
         """Connect and exchange hellos. Raises ``Unavailable``."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"loaderd at {self._path} cannot be reached: {error}") from error
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.get_running_loop().sock_connect(sock, str(self._path))

@@ -116,7 +116,11 @@ class Holders:
         """A closed connection proves nothing, the sandbox may keep its mappings; that no process has them does."""
         clean = 0
         for number in itertools.count(1):
-            used = await asyncio.to_thread(used_inodes)
+            try:
+                used = await asyncio.to_thread(used_inodes)
+            except (OSError, RuntimeError) as error:  # short of descriptors, or threads: nothing is proven
+                log.warning("nobody can see now who has memory of %s: %s", name, error)
+                used = None
             if self._holders.get(name) is not holder or holder.owner is not None or holder.connections:
                 holder.proof = None
                 return

@@ -19,6 +19,7 @@ from sllm_runtime.platform.wire import AsyncWire
 
 log = logging.getLogger(__name__)
 _BACKLOG = 64
+_AGAIN_S = 1.0
 
 
 async def run(settings: LoaderSettings, stop: asyncio.Event) -> None:
@@ -58,7 +59,12 @@ async def _accept(
 ) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        peer, _ = await loop.sock_accept(listener)
+        try:
+            peer, _ = await loop.sock_accept(listener)
+        except OSError as error:  # short of descriptors: who waits to be heard is heard when there are some
+            log.warning("nobody new is heard now: %s", error)
+            await asyncio.sleep(_AGAIN_S)
+            continue
         task = group.create_task(ControlConnection(AsyncWire(peer), service, holders).serve(), name="control")
         controls.add(task)
         task.add_done_callback(controls.discard)

@@ -50,8 +50,10 @@ class Deletions:
         name, known = request.function, self._loop.view.functions.get(request.function)
         if (request.again and known is None) or (request.begun and (known is None or not known.deleting)):
             return Ok(note="deleted")
-        if request.again and made_since(self._loop.view, name, time.time() - request.age_s):
-            return Ok(note="deleted")
+        if request.again and known is not None and not known.deleting:
+            now = time.time()
+            if made_since(self._loop.view, name, now - request.age_s, now):
+                return Ok(note="deleted")
         await self._loop.commit(lambda view: leaving(view, name, force=request.force))
         done = self._start(name)
         try:
@@ -98,10 +100,11 @@ class Deletions:
                 log.warning("it is deleted later: %s", error.message, extra={"function": name})
 
 
-def made_since(view: View, name: str, at: float) -> bool:
-    """Whether what has this name was first deployed after ``at``, in Unix seconds: it is another one."""
+def made_since(view: View, name: str, at: float, now: float) -> bool:
+    """Whether what has this name was first deployed after ``at``, in Unix seconds: it is another one. What was made
+    after ``now`` was made by another clock than this one, which says nothing."""
     versions = view.versions_of(name)
-    return bool(versions) and all(record.created > at for record in versions)
+    return bool(versions) and all(at < record.created <= now for record in versions)
 
 
 def leaving(view: View, name: str, *, force: bool) -> View:

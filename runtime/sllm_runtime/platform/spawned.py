@@ -69,15 +69,18 @@ def spawned(pool: Path) -> dict[str, Spawned]:
 
 
 def end(pool: Path, each: Spawned) -> None:
-    """Ask it to end."""
-    record(pool, msgspec.structs.replace(each, ending=time.monotonic()))
-    each.send(signal.SIGTERM)
+    """Ask it to end. Raises ``OSError`` where it cannot be written that it was asked, which it was all the same."""
+    try:
+        record(pool, msgspec.structs.replace(each, ending=time.monotonic()))
+    finally:
+        each.send(signal.SIGTERM)
 
 
 async def end_all(pool: Path, within_s: float) -> None:
     """End all of them, by SIGKILL after ``within_s`` seconds; the kernel ends their children with them."""
     for each in spawned(pool).values():
-        end(pool, each)
+        with contextlib.suppress(OSError):  # a disk that is full
+            end(pool, each)
     await asyncio.to_thread(_gone, [each.pid for each in spawned(pool).values()], within_s)
     for each in spawned(pool).values():
         each.send(signal.SIGKILL)

@@ -190,7 +190,10 @@ class Supervisor:
     async def _launch(self, kept: _Kept) -> Child:
         """A child that is ready. Raises ``StartFailed``."""
         spec = kept.spec
-        read, write = os.pipe()
+        try:
+            read, write = os.pipe()
+        except OSError as error:
+            raise StartFailed(f"{spec.name} cannot be started: {error}") from error
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, read)
             try:
@@ -206,6 +209,8 @@ class Supervisor:
                 await child.start()
             except Unavailable as error:
                 raise StartFailed(error.message) from error
+            except OSError as error:  # its log cannot be opened
+                raise StartFailed(f"{spec.name} cannot be started: {error}") from error
             finally:
                 os.close(write)
             try:

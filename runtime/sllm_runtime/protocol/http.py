@@ -429,8 +429,8 @@ class CallView(Frozen):
     """``GET /v1/calls/{id}``: a call that is kept, or else one that a gateway has open (``kept`` false). Times are Unix
     seconds. ``result``: what the route would have answered without streaming, once it has succeeded and as long as it
     is kept; None where that is ``output_too_large``, as ``error`` then says. ``instance``: where it runs or ran last.
-    ``tokens``: that came so far, where that is known. ``waits``: what for, while it is ``QUEUED``, in words; empty also
-    where no gateway says."""
+    ``tokens``: that came so far, where that is known. ``waits``: what for, while it is ``QUEUED`` or ``STARTING``, in
+    words; empty also where no gateway says."""
 
     id: str
     function: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -84,6 +85,7 @@ class Sender:
         self._beaten = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
         self._started = False
+        self._rss = 0
 
     def start(self) -> None:
         """Start writing and beating."""
@@ -256,7 +258,9 @@ class Sender:
             except RuntimeError:
                 self._loop = None
         loop_s = max(0.0, age - limits.HEARTBEAT_S)
-        return msgspec.structs.replace(self._state(), loop_s=loop_s, rss=process.memory_info().rss)
+        with contextlib.suppress(OSError, MemoryError, psutil.Error):  # its function may have all descriptors
+            self._rss = process.memory_info().rss
+        return msgspec.structs.replace(self._state(), loop_s=loop_s, rss=self._rss)
 
     def _beat_heard(self) -> None:
         self._beaten = time.monotonic()

@@ -31,7 +31,7 @@ def root() -> None:
 def list_(
     context: typer.Context,
     function: Annotated[str, typer.Option(help="Those of one function.")] = "",
-    state: Annotated[str, typer.Option(help="QUEUED, RUNNING, SUCCEEDED, FAILED or CANCELLED.")] = "",
+    state: Annotated[str, typer.Option(help="QUEUED, STARTING, RUNNING, SUCCEEDED, FAILED or CANCELLED.")] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 100,
     after: Annotated[str, typer.Option(help="Go on where a list of before ended, as it said.")] = "",
     json: Json = False,

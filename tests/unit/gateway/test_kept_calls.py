@@ -32,11 +32,12 @@ from sllm_runtime.protocol.frames import Frame, FrameKind, Ids, Opened, Usage
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.limits import BATCH_BYTES, MAX_PART
 from sllm_runtime.protocol.lives import LIVES_AGE_S
+from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.subjects import LIVES_STREAM, life_beat
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.nats import stored as in_stream
 from tests.fixtures.waiting import GIVE_UP_S, until
-from tests.unit.gateway.peer import Run, World, entry, manifest, second, world
+from tests.unit.gateway.peer import Run, World, entry, manifest, second, starting, world
 from tests.unit.gateway.test_api import events
 from tests.unit.gateway.test_succession import asked
 
@@ -572,6 +573,63 @@ async def test_a_kept_call_that_waits_again_is_shown_and_found_as_one_that_waits
         assert await found("RUNNING") == []
         assert (await state_of(other, call))["state"] == "QUEUED"
         assert (await other.post(f"/v1/calls/{call}/cancel")).json() == {"id": call, "state": "CANCELLED"}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_call_that_an_instance_is_started_for_is_shown_and_found_as_such(nats: Nats, kept: bool) -> None:
+    """HTTP.md: states QUEUED, STARTING, RUNNING ..., whatever gateway is asked."""
+    async with world(nats) as w, second(nats) as other:
+        await w.deploy(manifest("count"))
+        w.node.report(starting("count", Progress(stage="weights", done=1, total=2)))
+        body = {"n": 1}
+        calling = asyncio.create_task(w.http.post("/fn/count", json=body, headers=ASYNC if kept else SSE))
+
+        async def found(state: str) -> list[tuple[str, bool]]:
+            w.node.report(starting("count", Progress(stage="weights", done=1, total=2)))
+            answer = (await other.get("/v1/calls", params={"state": state})).json()
+            return [(each["state"], each["kept"]) for each in answer["calls"]]
+
+        async def starts() -> bool:
+            return await found("STARTING") == [("STARTING", kept)]
+
+        await until(starts, what="it is found among those that start")
+        assert await found("QUEUED") == []
+        (call,) = (await other.get("/v1/calls")).json()["calls"]
+        assert (await state_of(other, call["id"]))["state"] == "STARTING"
+        await other.post(f"/v1/calls/{call['id']}/cancel")
+        await calling
+
+
+@pytest.mark.parametrize("how", ["its instance dies", "its gateway is another one"])
+async def test_it_started_when_an_instance_first_had_it(nats: Nats, how: str) -> None:
+    """Not when it went on elsewhere: what it took would be what its last instance did."""
+
+    async def tokens(run: Run) -> None:
+        for number in range(run.head.delivered, 3):
+            run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, number, (number,))))
+            run.out(number)
+            if not run.head.delivered:
+                await until(lambda: die.is_set() or run.cancelled.is_set())
+                run.end(InstanceLost("the worker died"))
+                return
+        run.end()
+
+    die = asyncio.Event()
+    async with world(nats) as w:
+        await w.deploy(engine("tokens"), entry("i1", fingerprint="f"), script=tokens)
+        call = (await w.http.post("/fn/tokens", json={}, headers=ASYNC)).json()["id"]
+        await reaches(w.http, call, "RUNNING")
+        first = (await state_of(w.http, call))["started"]
+        assert first is not None
+        if how == "its instance dies":
+            await w.deploy(engine("tokens"), entry("i1", fingerprint="f"), entry("i2", fingerprint="f"), script=tokens)
+            die.set()
+            done = await reaches(w.http, call, "SUCCEEDED")
+    if how != "its instance dies":
+        async with world(nats, {"tokens": tokens}) as w:
+            done = await reaches(w.http, call, "SUCCEEDED")
+    assert done["result"] == [0, 1, 2]
+    assert done["started"] == first
 
 
 async def test_calls_that_were_taken_up_are_listed_as_of_when_they_were_made(nats: Nats) -> None:

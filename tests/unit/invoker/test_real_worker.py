@@ -59,6 +59,18 @@ def litter():
     import tempfile
     tempfile.mkdtemp(prefix="litter-")
 
+def crowd():
+    import time
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        time.sleep(8)
+    for fd in taken:
+        os.close(fd)
+    return "goes on"
+
 def hoard():
     raise RuntimeError(len(bytearray(2**31)))
 """
@@ -163,6 +175,12 @@ async def test_real_functions_with_and_without_a_model(node: NodeUnderTest, tmp_
     spans = node.instance(wanted.instance)
     assert spans is not None
     assert [span.name for span in spans.spans] == ["sandbox", "import", "setup"]
+
+
+async def test_a_function_that_has_all_descriptors_for_a_while_is_heard(node: NodeUnderTest) -> None:
+    packed = bundle()
+    digest = await store_bundle(node.controller, packed)
+    assert await answer(node, order(digest, len(packed), "crowd", "function")) == ["goes on"]
 
 
 async def test_temporary_files_go_with_their_instance(node: NodeUnderTest) -> None:

@@ -1,6 +1,7 @@
 """The supervisor with small real processes."""
 
 import asyncio
+import errno
 import os
 import pty
 import signal
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_runtime.platform import log_files, process
 from sllm_runtime.platform.daemon import READY_FD, ready
 from sllm_runtime.platform.process import Child, start_time
 from sllm_runtime.platform.restarts import Restarts
@@ -303,3 +305,28 @@ def test_a_child_has_no_terminal(tmp_path: Path) -> None:
     finally:
         os.close(terminal)
     assert said.read_text() == "none\n"
+
+
+@pytest.mark.parametrize("what", ["pipe", "log"])
+async def test_one_that_cannot_be_started_again_now_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its program, or the table of open files of the machine, has no room for a moment: the others are left alone."""
+    supervisor = Supervisor([spec("a", SERVES, tmp_path), spec("b", SERVES, tmp_path)], restarts=QUICK)
+    await supervisor.start()
+    before, real, tries = supervisor.pids(), {"pipe": os.pipe, "log": log_files.open_log}[what], list[int]()
+
+    def short(*args: Path) -> object:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.ENFILE, "Too many open files in system")
+        return real(*args)  # type: ignore[operator]
+
+    monkeypatch.setattr(*((os, "pipe") if what == "pipe" else (process, "open_log")), short)
+    os.kill(before["a"], signal.SIGKILL)
+    await until(lambda: supervisor.failed.done() or supervisor.pids().get("a") not in (None, before["a"]))
+    try:
+        assert not supervisor.failed.done(), supervisor.failed.result()
+        assert supervisor.pids()["b"] == before["b"]
+    finally:
+        await supervisor.stop()

@@ -84,7 +84,12 @@ class Processes:
         self._children.append(child)
         started = start_time(child.pid)
         if started is not None:
-            record(self._pool, Spawned(node=name, pid=child.pid, started=started))
+            try:
+                record(self._pool, Spawned(node=name, pid=child.pid, started=started))
+            except OSError as error:  # nobody would know of it
+                child.kill()
+                child.wait()
+                raise Unavailable(f"node {name} cannot be started: {error}") from error
 
     def _environment_of(self, name: str) -> dict[str, str]:
         given, shape, platform = self._environment, self._shape, Layout(self._pool.parent)
