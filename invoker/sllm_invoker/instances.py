@@ -67,7 +67,8 @@ class Instances:
         self._left = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._instances)
+        """Those that have not ended."""
+        return sum(each.ended_at is None for each in self._instances.values())
 
     def find(self, instance: str) -> Work | None:
         """Whose worker takes calls; None for one that has none (yet, or any more)."""

@@ -58,7 +58,7 @@ class Namesake:
             self._found(
                 Conflict(
                     f"another node is there under the name {self._node} (its life is {status.boot[:8]}): both would run"
-                    " what either is told to. End that one, or give this one a name of its own: `sllm up --node NAME`,"
-                    " SLLM_NODE"
+                    " what either is told to. End that one, or give this one a name of its own:"
+                    " `SLLM_NODE=NAME sllm up --node`"
                 )
             )

@@ -17,6 +17,8 @@ from sllm_runtime.protocol.worker import Preload, Private
 class InvokerSettings(Settings):
     """``SLLM_NODE``, ``SLLM_DATA_DIR`` and ``SLLM_LOADERD_SOCKET`` are needed; the rest has defaults."""
 
+    told_empty = frozenset({"gpus"})
+
     node: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9_-]+$")
     data_dir: Path
     """Work directories, cached bundles and logs of this node alone."""

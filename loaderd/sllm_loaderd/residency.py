@@ -135,7 +135,8 @@ class Residency(Residents):
         if model.index.chunk_bytes != self._pool.chunk_bytes:
             raise InvalidCheckpoint(
                 f"{model.checkpoint.digest} has chunks of {model.index.chunk_bytes} bytes, this node's pool of"
-                f" {self._pool.chunk_bytes}; convert it again with this size or start loaderd with --chunk-bytes",
+                f" {self._pool.chunk_bytes}; register what it was made of on nodes of this size, or start loaderd with"
+                f" --chunk-bytes {model.index.chunk_bytes}",
                 field="chunk_bytes",
             )
 

@@ -166,7 +166,12 @@ class Api:
         until = self._clock() + DELETE_WAIT_S
         begun = flag_of(request, "begun")
         while True:
-            ok = await self._controller.ask("delete", ctl.Delete(function=name, force=force, begun=begun), Ok)
+            try:
+                ok = await self._controller.ask("delete", ctl.Delete(function=name, force=force, begun=begun), Ok)
+            except FunctionNotFound:  # of a controller of before, to which ``begun`` says nothing
+                if not begun:
+                    raise
+                ok = Ok(note="deleted")
             begun = True
             if not ok.note.startswith("draining"):
                 return shown(DeletedView(function=name, deleted=True, note=ok.note))

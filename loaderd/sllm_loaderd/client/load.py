@@ -210,8 +210,12 @@ class SessionLoad:
             memory = self._memory
             if memory is None or self._detached or self._populator is not None:
                 return
-            self._populator = threading.Thread(target=self._populate, args=(memory,), name="sllm-populate", daemon=True)
-            self._populator.start()
+            populator = threading.Thread(target=self._populate, args=(memory,), name="sllm-populate", daemon=True)
+            try:
+                populator.start()
+            except RuntimeError:  # no memory is left for its stack: pages come one by one, when they are read
+                return
+            self._populator = populator
 
     def _populate(self, memory: PartitionMemory) -> None:
         """Fill in page tables behind the blocks that come, and of all others at the end. A thread of its own."""

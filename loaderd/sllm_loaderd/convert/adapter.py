@@ -95,7 +95,10 @@ def _record(path: Path) -> AdapterRecord:
 
 
 def _check_pairs(tensors: Mapping[str, SourceTensor]) -> None:
-    """Every A has its B and the other way round; of weights, A [rank, in, …] and B [out, rank, …] fit together."""
+    """There are some, every A has its B and the other way round; of weights, A [rank, in, …] and B [out, rank, …] fit
+    together."""
+    if not tensors:
+        raise InvalidCheckpoint("the adapter has no tensors: whoever saved it left its weights out", field=STEM)
     for name, tensor in tensors.items():
         match = _HALF.fullmatch(name)
         if match is None:

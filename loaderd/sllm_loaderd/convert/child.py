@@ -24,7 +24,7 @@ import psutil
 
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress, ChildReady
 from sllm_loaderd.convert.direct import index_directly
-from sllm_loaderd.convert.directory import write_checkpoint
+from sllm_loaderd.convert.directory import ConvertOptions, write_checkpoint
 from sllm_loaderd.convert.remote import take_index
 from sllm_loaderd.files import FULL
 from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
@@ -44,6 +44,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
     UnsupportedModel,
 )
+from sllm_runtime.protocol.limits import CHUNK_BYTES
 
 _REPORT_EVERY_S = 0.1
 _COLLECT_AFTER = (100_000, 50, 1000)
@@ -75,7 +76,14 @@ def _wait_for_turn() -> None:
 
 
 def bring(
-    uri: str, staging: Path, cache: Path, known: str, *, direct: bool = False, turn: Callable[[], None] = lambda: None
+    uri: str,
+    staging: Path,
+    cache: Path,
+    known: str,
+    *,
+    direct: bool = False,
+    turn: Callable[[], None] = lambda: None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> ChildOutcome:
     """Put the checkpoint of ``uri`` into ``staging``, unless its fingerprint is ``known``. Raises ``SllmError``.
 
@@ -98,13 +106,13 @@ def bring(
             return ChildOutcome(digest, fingerprint, tuple(entry for entry in entries if is_partition(entry.name)))
         if direct and not converted:
             try:
-                digest = index_directly(source, entries, staging, progress=_reporter("index"))
+                digest = index_directly(source, entries, staging, chunk_bytes=chunk_bytes, progress=_reporter("index"))
             except UnsupportedModel as reason:
                 shutil.rmtree(staging)
                 sys.stderr.write(f"{uri} is converted first: {reason}\n")
             else:
                 return ChildOutcome(digest, fingerprint, tuple(e for e in entries if e.name.endswith(".safetensors")))
-        outcome = _converted(source, fingerprint, staging, cache, turn)
+        outcome = _converted(source, fingerprint, staging, cache, turn, chunk_bytes)
         # It waited for its turn and read for minutes, and nobody keeps a local directory as it was meanwhile.
         if before and source.entries() != before:
             raise changed(uri, "its files are others than when its conversion began")
@@ -116,7 +124,9 @@ def _named(uri: str) -> str:
     return uri.rpartition("/")[2] if uri.startswith("peer://") else ""
 
 
-def _converted(source: Source, fingerprint: str, staging: Path, cache: Path, turn: Callable[[], None]) -> ChildOutcome:
+def _converted(
+    source: Source, fingerprint: str, staging: Path, cache: Path, turn: Callable[[], None], chunk_bytes: int
+) -> ChildOutcome:
     directory = resolve(source, cache, _reporter("fetch"), fingerprint, converted=True)
     turn()
     if (directory / INDEX_NAME).is_file():
@@ -124,7 +134,9 @@ def _converted(source: Source, fingerprint: str, staging: Path, cache: Path, tur
         copy_checkpoint(checkpoint, staging, _reporter("convert"))
         return ChildOutcome(checkpoint.digest, fingerprint)
     try:
-        digest = write_checkpoint(directory, staging, progress=_reporter("convert"))
+        digest = write_checkpoint(
+            directory, staging, options=ConvertOptions(chunk_bytes=chunk_bytes), progress=_reporter("convert")
+        )
     except (InvalidRequest, InvalidCheckpoint):  # these files will do no better the next time
         forget(directory, cache)
         raise
@@ -152,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="sllm_loaderd.convert.child")
     for name in ("--uri", "--staging", "--cache", "--known", "--parent"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--chunk-bytes", type=int, default=CHUNK_BYTES)
     for name in ("--direct", "--idle"):
         parser.add_argument(name, action="store_true")
     args = parser.parse_args()
@@ -160,7 +173,13 @@ def main() -> None:
     die_with_parent(signal.SIGKILL, int(args.parent))
     signal.signal(signal.SIGTERM, _stop)
     try:
-        _say(bring(args.uri, Path(args.staging), Path(args.cache), args.known, direct=args.direct, turn=_wait_for_turn))
+        staging, cache = Path(args.staging), Path(args.cache)
+        _say(
+            bring(
+                args.uri, staging, cache, args.known,
+                direct=args.direct, turn=_wait_for_turn, chunk_bytes=args.chunk_bytes,
+            )
+        )  # fmt: skip
     except SllmError as error:
         failure = error
     except MemoryError:

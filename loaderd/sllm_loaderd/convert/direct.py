@@ -72,9 +72,12 @@ def index_directly(
     """Write index and small files of the safetensors model ``entries`` into the new directory ``target``.
 
     Returns the model's digest. Raises ``UnsupportedModel`` for what has to be converted: no safetensors, tensors that
-    are not at a multiple of their items, tensors that the module holds fused. Raises ``InvalidCheckpoint`` else.
+    are not at a multiple of their items, tensors that the module holds fused, LoRA adapters, whose index says what they
+    are. Raises ``InvalidCheckpoint`` else.
     """
     target.mkdir()
+    if {"adapter_config.json", "adapter_model.safetensors"} <= {entry.name for entry in entries}:
+        raise UnsupportedModel(f"{source.uri} is a LoRA adapter")
     files = _take_small_files(source, entries, target)
     found = _read_headers(source, entries, progress)
     plan = _plan(target, found)

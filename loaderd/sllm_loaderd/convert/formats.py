@@ -56,7 +56,8 @@ def open_source(path: Path, *, keep: bool = False) -> TensorSource:
     if kind == "gguf":
         from sllm_loaderd.convert.gguf.source import GgufSource
 
-        return GgufSource(files, keep=keep)
+        own = {entry.name for entry in path.iterdir() if entry.is_file()} if path.is_dir() else set()
+        return GgufSource(files, keep=keep, given=own)
     if kind == "torch":
         from sllm_loaderd.convert.torch_files import TorchSource
 

@@ -21,7 +21,7 @@ from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
 from sllm_loaderd.store import ModelStore
 from sllm_runtime.protocol.errors import InternalError, SllmError, Unavailable
-from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NOW
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,12 @@ _Key = tuple[str, bool]
 class Registrations:
     """Owns the conversions that run. ``close`` ends them."""
 
-    def __init__(self, store: ModelStore, at_once: int, held: Held, listing_s: float) -> None:
+    def __init__(
+        self, store: ModelStore, at_once: int, held: Held, listing_s: float, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        """``chunk_bytes``: of this node's pool, which loads no others."""
         self._store = store
+        self._chunk_bytes = chunk_bytes
         self._held = held
         self._listing_s = listing_s
         self._children = asyncio.Semaphore(MOST_CHILDREN)
@@ -213,6 +217,8 @@ class Registrations:
             *(str(argument) for argument in arguments),
             "--parent",
             str(os.getpid()),
+            "--chunk-bytes",
+            str(self._chunk_bytes),
             # Where torch would litter the machine's temporary directory.
             env={"TORCHINDUCTOR_CACHE_DIR": str(self._store.cache / "inductor"), **os.environ},
             stdin=asyncio.subprocess.PIPE,

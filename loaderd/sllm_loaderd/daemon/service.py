@@ -90,7 +90,9 @@ class LoaderService:
         held = Held(self.store, self.residency, exports)
         self.copying = Copying(self)
         self.measuring = Measuring(self.store, self.paths, processor_time, huge=self.pool.huge_pages)
-        self.registrations = Registrations(self.store, settings.conversions, held, settings.listing_timeout)
+        self.registrations = Registrations(
+            self.store, settings.conversions, held, settings.listing_timeout, settings.chunk_bytes
+        )
         self.peers = open_peer_server(settings.peer_listen, settings.peer_token, exports)
         self._open: dict[str, StoredModel] = {}
         self._superseded: list[StoredModel] = []
@@ -174,7 +176,8 @@ class LoaderService:
             raise InvalidCheckpoint(f"convert {convert!r} is none of {CONVERT}", field="convert")
         digest = await self.registrations.register(uri, report, convert)
         if expected and digest != expected:
-            raise DigestMismatch(f"{uri} is {digest}, not {expected}: the source has changed", field="model")
+            text = f"{uri} is {digest}, not {expected}: the source has changed, or a release before read it otherwise"
+            raise DigestMismatch(f"{text}; deploy the function, or register the model, again", field="model")
         info = await self.describe(digest)
         self._sizes[digest] = info.nbytes
         self._prepare()

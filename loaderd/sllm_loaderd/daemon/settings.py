@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -13,10 +13,11 @@ from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.platform.control_groups import memory
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.limits import CHUNK_BYTES
+from sllm_runtime.protocol.quantities import Bytes
 
 
-def _half_of_memory() -> int:
-    return memory() // 2
+def _half_of_memory(known: dict[str, Any]) -> int:
+    return (known.get("memory") or memory()) // 2
 
 
 class LoaderSettings(Settings):
@@ -28,6 +29,9 @@ class LoaderSettings(Settings):
     socket: Path
     """The control socket, made with mode 0600."""
     chunk_bytes: int = Field(CHUNK_BYTES, ge=4096, le=2**30, multiple_of=4096)
+    memory: Bytes | None = Field(None, gt=0)
+    """Of the node, as its invoker is told (``SLLM_MEMORY``), which offers what the pool leaves of it; None: the
+    machine's."""
     pool_bytes: int = Field(default_factory=_half_of_memory, gt=0)
     """Most memory for chunks."""
     prefault_bytes: int | None = Field(None, ge=0)

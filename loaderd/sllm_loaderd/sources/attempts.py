@@ -9,7 +9,7 @@ from typing import Final
 from sllm_runtime.protocol.errors import Conflict, Forbidden, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.limits import KIB
 
-AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+AGAIN: Final = frozenset({408, 425, 429, *range(500, 600)})
 """Statuses after which the same request may succeed."""
 MOVED: Final = frozenset({301, 302, 303, 307, 308})
 GAIN: Final = 64 * KIB

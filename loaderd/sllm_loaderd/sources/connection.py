@@ -11,6 +11,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -126,9 +127,12 @@ class Connection:
     def _head(self) -> Head:
         data = self._ahead
         self._ahead = b""
+        begun = time.monotonic()
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) > _MAX_HEAD:
                 raise ProtocolError(f"the answer's headers have more than {_MAX_HEAD} bytes")
+            if time.monotonic() - begun >= self._stall_s:
+                raise TimeoutError(f"no whole head of an answer came in {self._stall_s:g} s")
             try:
                 more = self._socket.recv(_MAX_HEAD)
             except BlockingIOError as error:

@@ -24,7 +24,7 @@ from sllm_runtime.control.models import Models
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.providing.settings import ProviderSettings
-from sllm_runtime.control.providing.supplying import supplied
+from sllm_runtime.control.providing.supplying import check, supplied
 from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.remembering import Remembering
 from sllm_runtime.control.scheduling.moving import SETTLED_S
@@ -124,8 +124,9 @@ async def lead(
     """Connect, be elected, take over what is stored, and serve. Everything is closed at the end.
 
     With ``standing_by`` it waits while another one leads, and tells so once; without, the other one is deposed.
-    Raises ``Unavailable`` if NATS or its JetStream is missing.
+    Raises ``Unavailable`` if NATS or its JetStream is missing, ``InvalidRequest`` for settings that cannot work.
     """
+    check(settings)  # else it stands by, and ends when it is to lead
     async with contextlib.AsyncExitStack() as stack:
         bus = await Bus.connect(settings, identity, name="sllm-controller", kind="controller")
         stack.push_async_callback(bus.close)

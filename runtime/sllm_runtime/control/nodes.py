@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
+
 from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Instance
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import SecretNotFound, StartFailed
-from sllm_runtime.protocol.limits import LONG_POLL_S, RPC_TIMEOUT_S
+from sllm_runtime.protocol.limits import LONG_POLL_S, MAX_MESSAGE, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import (
     KeepModels,
     ModelCommand,
@@ -27,6 +29,8 @@ from sllm_runtime.protocol.subjects import TERM_KEY, node_command
 from sllm_runtime.protocol.timeline import SANDBOX
 
 COMMAND_S: Final = 2.0
+SOURCES_BYTES: Final = MAX_MESSAGE // 4
+"""Of all adapters of a start."""
 VALIDATE_S: Final = 60.0
 """Longest wait for a check of all of a model's bytes; it goes on in the node and is asked for again."""
 
@@ -57,7 +61,7 @@ class Nodes:
             bundle=version.bundle,
             bundle_bytes=version.bundle_bytes,
             model=model,
-            adapters=dict(adapters),
+            adapters=_lean(adapters),
             gpus=instance.gpus,
             secrets=await self._secrets(version),
             content=version.content,
@@ -104,3 +108,18 @@ class Nodes:
         """Whether another controller has been elected since."""
         term = await self._store.get(TERM_KEY, Term, direct=False)
         return term is not None and term.term != self._term
+
+
+def _lean(adapters: Mapping[str, ModelRecord]) -> dict[str, ModelRecord]:
+    """``adapters`` with as many sources each, the newest ones, as one message takes; where each was registered first
+    stays."""
+    most = max((len(each.sources) for each in adapters.values()), default=0)
+    while most:
+        kept = (place for each in adapters.values() for place in each.sources[-most:])
+        if sum(len(place.encode()) for place in kept) <= SOURCES_BYTES:
+            break
+        most -= 1
+    return {
+        name: msgspec.structs.replace(each, sources=each.sources[max(len(each.sources) - most, 0) :])
+        for name, each in adapters.items()
+    }

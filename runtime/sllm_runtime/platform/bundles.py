@@ -48,7 +48,8 @@ _LOOK: Final = 4 * MIB
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Between questions for what is not there: a replica that lags has it soon."""
 _MAKE_ROOM: Final = (
-    "delete functions that nobody needs, or old versions with them, or raise SLLM_BUNDLE_BYTES where its disk has room"
+    "delete functions that nobody needs, or old versions with them, or raise SLLM_BUNDLE_BYTES; the server of `sllm up`"
+    " takes no more than its disk had room for when it began"
 )
 _SWEPT: Final = "the bundle cannot be stored: parts of it were removed while it stood still; send it again"
 STILL_S: Final = 60.0

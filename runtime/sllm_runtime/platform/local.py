@@ -14,7 +14,7 @@ from typing import Final
 
 from sllm_runtime.platform import control_groups
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity, write_private
-from sllm_runtime.platform.settings import Identity
+from sllm_runtime.platform.settings import Identity, Settings
 from sllm_runtime.platform.streams import room_for_bundles
 from sllm_runtime.platform.supervise import ChildSpec
 from sllm_runtime.protocol.errors import InvalidRequest
@@ -193,7 +193,7 @@ def specs(
     }
     found = [_nats(server)] if server else []
     store = {"SLLM_NATS_STORE": str(server.directory)} if server else {}
-    bundles = {"SLLM_BUNDLE_BYTES": str(room_for_bundles(server.store_bytes))} if server else {}
+    bundles = {"SLLM_BUNDLE_BYTES": str(_bundle_bytes(server, environment))} if server else {}
     base |= {"SLLM_NODES_DATA": str(layout.pool)} if options.pool else {}
     for name in options.controller_names:
         own = {"SLLM_CONTROLLER": name, "SLLM_SECRETS": str(layout.secrets), **store}
@@ -229,6 +229,12 @@ def drain_s(environment: Mapping[str, str]) -> float:
     return seconds
 
 
+def _bundle_bytes(server: EmbeddedNats, environment: Mapping[str, str]) -> int:
+    """What the embedded server has room for, or less where that is said. Raises ``InvalidRequest``."""
+    room, text = room_for_bundles(server.store_bytes), environment.get("SLLM_BUNDLE_BYTES")
+    return min(room, Settings.load({"SLLM_BUNDLE_BYTES": text}).bundle_bytes) if text else room
+
+
 def _nats(server: EmbeddedNats) -> ChildSpec:
     return ChildSpec(
         name=NATS,
@@ -249,6 +255,8 @@ def _node(nodes: int, layout: Layout, base: Mapping[str, str], name: str, identi
     others = (layout.data / "nodes", layout.data / "logs", layout.far_sockets)
     private = [str(path) for path in (layout.nats, layout.token, layout.secrets, *others)]
     private += [str(layout.pool), *json.loads(base.get("SLLM_PRIVATE") or "[]")]
+    if key := base.get("SLLM_SECRETS_KEY"):
+        private.append(str(Path(key).absolute()))
     invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker"), "SLLM_PRIVATE": json.dumps(private)}
     ours = _daemon(layout, base, f"invoker-{name}", "sllm_invoker", identity, 2, invoker)
     if base.get("SLLM_SANDBOX", "process") != "process":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, get_origin
+from typing import Any, ClassVar, Self, get_origin
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from sllm_runtime.protocol.errors import InvalidRequest
@@ -34,6 +35,8 @@ class Settings(BaseModel):
     """What every daemon reads. ``load`` takes the environment; values given by name win."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    told_empty: ClassVar[frozenset[str]] = frozenset()
+    """Fields of which an empty variable says something; of all others it is as none."""
 
     home: Path = Field(default_factory=lambda: Path.home() / ".sllm")
     nats_url: str | None = None
@@ -55,12 +58,23 @@ class Settings(BaseModel):
     log_level: str = "info"
     log_json: bool = False
 
+    @field_validator("log_level")
+    @classmethod
+    def _is_level(cls, level: str) -> str:
+        if level.upper() not in logging.getLevelNamesMapping():
+            raise ValueError(f"{level!r} is no level of logs; write debug, info, warning or error")
+        return level
+
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Self:
         """Settings from ``SLLM_*`` (default: this process's environment). Raises ``InvalidRequest`` that names the
         variable."""
         source = os.environ if environment is None else environment
-        values = {name: _value(field, source[key]) for name, field, key in cls._variables() if source.get(key)}
+        values = {
+            name: _value(field, source[key])
+            for name, field, key in cls._variables()
+            if source.get(key) or (name in cls.told_empty and key in source)
+        }
         try:
             return cls(**(values | given))
         except ValidationError as error:

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from sllm_runtime.protocol.quantities import Bytes, KeepAlive, Seconds, parse_gpu
+from sllm_runtime.protocol.quantities import KEPT, Bytes, KeepAlive, Seconds, parse_gpu
 from sllm_runtime.protocol.secrets import secret_names
 
 SCHEMA_VERSION: Final = 1
@@ -53,9 +53,12 @@ def _name(value: str) -> str:
     return value
 
 
-def _place(value: str) -> str:
-    """Raises ``ValueError`` for what names no place, and would be read as another."""
+def _place(value: str, info: ValidationInfo) -> str:
+    """Raises ``ValueError`` for what names no place, and would be read as another. What is ``KEPT`` is that other one:
+    a release before took it so."""
     if any(ord(letter) < 0x20 for letter in value):
+        if info.context == KEPT:
+            return "".join(letter for letter in value if ord(letter) >= 0x20)
         raise ValueError(f"{value!r} is no place of a model: it has control characters")
     return value
 
@@ -69,7 +72,7 @@ def _env(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-def _adapters(value: dict[str, str]) -> dict[str, str]:
+def _adapters(value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
     if len(value) > MAX_ADAPTERS:
         raise ValueError(f"{len(value)} adapters are named, at most {MAX_ADAPTERS} go with a function")
     for name, place in value.items():
@@ -78,8 +81,7 @@ def _adapters(value: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"{name!r} can be no adapter's name: it would mean a version; choose another")
         if not 0 < len(place) <= MAX_PLACE:
             raise ValueError(f"adapter {name!r} needs a place of 1 to {MAX_PLACE} characters, as model has")
-        _place(place)
-    return value
+    return {name: _place(place, info) for name, place in value.items()}
 
 
 def _input_schema(value: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
-from sllm_runtime.protocol.errors import DeadlineExceeded, InstanceLost, InvalidRequest, ModelNotFound, UnsupportedModel
+from sllm_runtime.protocol.errors import (
+    DeadlineExceeded,
+    InstanceLost,
+    InvalidRequest,
+    ModelNotFound,
+    OutOfMemory,
+    UnsupportedModel,
+)
 from sllm_runtime.worker.arriving import Weights
 from sllm_runtime.worker.engine.base import AdapterTable
 from sllm_runtime.worker.engine.ours.adapter import Adapter
@@ -21,6 +28,9 @@ from sllm_runtime.worker.tensors import CheckpointTensors
 CONFIG: Final = "adapter_config.json"
 SHARE: Final = 8
 """Adapters that nobody uses may take this part of the manifest's memory."""
+_AT_ONCE: Final = 32
+"""Loads that are asked for together; the others wait for their turn. loaderd takes 64 of a sandbox, of which one that
+was given up counts until it has ended."""
 Load = Callable[[str], Adapter]
 """By digest; blocks. Raises the load's error."""
 
@@ -50,6 +60,7 @@ class Adapters:
         self._load = load
         self._room = room
         self._timeout_s = timeout_s
+        self._turns = threading.Semaphore(_AT_ONCE)
         self._lock = threading.Lock()
         self._held: OrderedDict[str, _Held] = OrderedDict()
         """The least recently used first."""
@@ -116,7 +127,8 @@ class Adapters:
 
     def _bring(self, name: str, held: _Held, table: AdapterTable) -> None:
         try:
-            adapter = self._load(self._digests[name])
+            with self._turns:
+                adapter = self._load(self._digests[name])
             table.put(name, adapter)
         except BaseException as error:  # it reaches everybody who waits
             with self._lock:
@@ -145,6 +157,11 @@ def loader(model: Weights, timeout_s: float) -> Load:
             return bring(digest)
         except InstanceLost as error:
             model.fail(error)
+            raise
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+                text = f"this instance has no room for an adapter ({str(error)[:200]})"
+                raise OutOfMemory(f"{text}; raise memory=... in @model_function") from error
             raise
 
     def bring(digest: str) -> Adapter:

@@ -17,6 +17,7 @@ from sllm.cli.interrupt import naming
 from sllm.cli.invoke import invoke
 from sllm.cli.logs import logs
 from sllm.cli.warmup import warmup
+from sllm_runtime.protocol.errors import FunctionNotFound
 from sllm_runtime.protocol.http import API, FunctionListView, FunctionView
 
 app = typer.Typer(
@@ -123,7 +124,12 @@ def _delete(connection: Any, name: str, force: bool) -> Any:
     """Asks until it is gone: the gateway answers after a while also where calls still run."""
     query = {"force": "true"} if force else {}
     while True:
-        answer = connection.request("DELETE", transport.about(name), params=query)
+        try:
+            answer = connection.request("DELETE", transport.about(name), params=query)
+        except FunctionNotFound:  # of a gateway of before, to which ``begun`` says nothing
+            if "begun" not in query:
+                raise
+            return {"function": name, "deleted": True, "note": "deleted"}
         if not isinstance(answer, dict) or answer.get("deleted", True):
             return answer
         query["begun"] = "true"  # what has its name after that is another's

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.control.daemon import lead
+from sllm_runtime.control.daemon import ControllerSettings, lead
 from sllm_runtime.control.lease import SURE_S, Leadership
 from sllm_runtime.control.standby import MOST_S, SILENT_S, Silence, stand_by, vacant
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import StaleTerm, Unavailable
+from sllm_runtime.protocol.errors import InvalidRequest, StaleTerm, Unavailable
 from sllm_runtime.protocol.records import Lease, Term
 from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY
 from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, GATEWAY, Nats
@@ -298,6 +298,24 @@ async def test_after_a_reconnect_it_is_looked_at_once_who_leads(nats: Nats) -> N
     await nats.start()
     await until(lambda: leadership.sure, what="it has looked")
     await leadership.release()
+
+
+async def test_settings_that_cannot_work_are_told_before_it_stands_by(nats: Nats) -> None:
+    """Else it says READY, and ends by them when the leader has gone and it is elected."""
+    wrong = ControllerSettings(**nats.settings(CONTROLLER_2).model_dump(), node_provider="aws")
+    async with lead(nats.settings(CONTROLLER), CONTROLLER) as first:
+        stop, standing = asyncio.Event(), asyncio.Event()
+        running = asyncio.create_task(first.run(stop))
+        try:
+            async with asyncio.timeout(5.0):
+                with pytest.raises(InvalidRequest, match="SLLM_NODES_GROUP"):
+                    async with lead(wrong, CONTROLLER_2, standing_by=standing.set):
+                        pass
+            assert not standing.is_set()
+        finally:
+            stop.set()
+            with contextlib.suppress(StaleTerm):
+                await running
 
 
 async def test_what_is_released_is_vacant_at_once(nats: Nats) -> None:

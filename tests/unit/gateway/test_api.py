@@ -266,6 +266,27 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         assert [d.force for d in deletes] == [True, True]
 
 
+async def test_a_deletion_under_a_controller_of_before_is_done_when_the_function_is_gone(nats: Nats) -> None:
+    """That one knows nothing of ``Delete.begun``, and of a function that went between two questions only that there is
+    none."""
+    gone = False
+
+    async def delete(_: ctl.Delete) -> Ok:
+        nonlocal gone
+        if gone:
+            raise FunctionNotFound("there is no function 'f'; `sllm fn list` shows what there is")
+        gone = True
+        return Ok(note="draining: 1 call")
+
+    async with world(nats) as w:
+        await w.controller.serve("delete", ctl.Delete, delete)
+        answer = await w.http.delete(f"{API}/functions/f")
+        assert (answer.status_code, answer.json().get("deleted")) == (200, True)
+        again = await w.http.delete(f"{API}/functions/f?begun=true")
+        assert (again.status_code, again.json().get("deleted")) == (200, True)
+        assert (await w.http.delete(f"{API}/functions/f")).status_code == 404
+
+
 async def test_models_and_nodes_and_status(nats: Nats) -> None:
     verbs: list[str] = []
 

@@ -1,5 +1,9 @@
 """Which of two nodes of one name goes, and what does not count as one."""
 
+import re
+import subprocess
+import sys
+
 from sllm_invoker.namesake import APART_S, Namesake
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.node import NodeStatus
@@ -42,3 +46,12 @@ def test_of_two_that_take_part_one_goes() -> None:
         ends = here.hear(report("aa", 1, theirs), report("aa", 2, theirs))
         assert ends != there.hear(report(mine, 1, 100.0), report(mine, 2, 100.0))
         assert ends == ((theirs, "aa") < (100.0, mine))
+
+
+def test_who_has_to_go_is_told_a_command_that_there_is() -> None:
+    here = Listening()
+    assert here.hear(report("other", 7), report("other", 8))
+    (words,) = re.findall(r"sllm (up [^`]+)`", here.found[0].message)
+    asked = [sys.executable, "-m", "sllm_runtime.platform", *words.split()]
+    said = subprocess.run(asked, capture_output=True, check=False, env={}, text=True, timeout=60).stderr
+    assert "unexpected extra argument" not in said, said

@@ -145,6 +145,24 @@ async def test_the_node_tells_of_its_life(node: NodeUnderTest) -> None:
     assert node.status.boot in event.message
 
 
+async def test_what_it_says_of_its_end_counts_only_what_runs(node: NodeUnderTest) -> None:
+    """Not those that have ended, which it remembers for a while."""
+
+    async def told() -> list[str]:
+        js = node.controller.jetstream
+        count = (await js.stream_info(subjects.EVENTS_STREAM)).state.messages
+        found = [await js.get_msg(subjects.EVENTS_STREAM, number) for number in range(1, count + 1)]
+        events = [codec.unpack(Event, message.data or b"") for message in found]
+        return [event.message for event in events if event.kind == "node.stopping"]
+
+    ended, _stays = await node.start("wait"), await node.start("wait")
+    await node.stop(ended)
+    await until(lambda: (now := node.instance(ended)) and now.state is InstanceState.STOPPED, what="one has ended")
+    node.stopping.set()
+    await until(told, what="it says that it ends")
+    assert await told() == ["1 instance(s) end"]
+
+
 async def test_slots_are_judged_by_the_node_and_an_open_is_accepted_once(node: NodeUnderTest) -> None:
     instance = await node.start("wait", concurrency=2)
     (one, first), (two, _second) = [await node.gateway.open(instance) for _ in range(2)]
@@ -503,7 +521,7 @@ async def test_of_two_nodes_of_one_name_the_later_one_ends(
         nats.env(NODE), node=NODE, data_dir=tmp_path / "2", loaderd_socket=tmp_path / "none", loader_wait=0.0
     )
     driver = ProcessDriver(sandbox_environment(os.environ, given), argv=tuple(SCRIPTED), isolate=given.isolate)
-    with pytest.raises(Conflict, match=f"another node is there under the name {NODE}.*--node NAME"):
+    with pytest.raises(Conflict, match=f"another node is there under the name {NODE}.*SLLM_NODE=NAME sllm up --node`"):
         async with asyncio.timeout(GIVE_UP_S):
             await Node(given, await nats.bus(NODE), driver).run(asyncio.Event(), lambda: None)
     heard = len(node.statuses)

@@ -103,3 +103,16 @@ def test_halves_that_do_not_fit_are_refused(
     save_file(tensors, path)
     with pytest.raises(InvalidCheckpoint, match=r"incomplete|rank in common"):
         convert_directory(tmp_path / "source", tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_adapter_without_tensors_is_refused(kind: str, saved: Path, tmp_path: Path) -> None:
+    """As training scripts that replace ``state_dict`` save it (443 bytes): it would be served as its base."""
+    source = tmp_path / "source"
+    shutil.copytree(saved / kind, source)
+    if kind == "bin":
+        torch.save({}, source / "adapter_model.bin")
+    else:
+        save_file({}, source / "adapter_model.safetensors")
+    with pytest.raises(InvalidCheckpoint, match="no tensors"):
+        convert_directory(source, tmp_path / "checkpoint")

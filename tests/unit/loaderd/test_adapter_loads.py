@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +17,10 @@ from sllm_loaderd.client import KeptChunks, LoaderSession
 from sllm_loaderd.devices.tensors import bind
 from sllm_loaderd.verify import open_checkpoint
 from sllm_runtime.protocol.errors import Cancelled, Conflict, DigestMismatch, Forbidden, ModelNotFound
+from sllm_runtime.protocol.limits import CHUNK_BYTES
+from sllm_runtime.worker.adapters import Adapters, loader
+from sllm_runtime.worker.arriving import Weights
+from sllm_runtime.worker.engine.ours.lora import Lora
 from tests.fixtures.loaderd import (
     SMALL_CHUNK,
     LoaderProcess,
@@ -175,3 +182,84 @@ async def test_rights_to_some_partitions_of_the_base_leave_adapters_whole(
             await asyncio.to_thread(opened.load().wait_all)
     finally:
         await asyncio.to_thread(opened.close)
+
+
+@pytest.mark.parametrize("convert", ["now", "later", "never"])
+async def test_an_adapter_is_known_as_one_whenever_models_are_converted(tmp_path: Path, convert: str) -> None:
+    """What nobody knows as an adapter is refused to the function that names it."""
+    home = tmp_path / "adapter"
+    await asyncio.to_thread(adapter_checkpoint, home, 0)  # what PEFT saved is in ``home``
+    async with loaderd(tmp_path, convert=convert, chunk_bytes=CHUNK_BYTES, pool_bytes=4 * CHUNK_BYTES) as started:
+        info = await started.control.register(str(home))
+        assert info.adapter == "base"
+        base = (await started.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+        async with session(started, base, adapters=[info.model]) as opened:
+            assert await right(opened, info.model, 0, "cpu")
+
+
+async def test_more_adapters_may_be_named_at_once_than_loads_are_made_together(tmp_path: Path) -> None:
+    """As many calls as an instance takes at once, each with another adapter that this node lacks (up to 256 go with a
+    function): those that loaderd does not take yet wait, and are not refused."""
+    count = 80
+    names = [f"a{number}" for number in range(count)]
+    places = [tmp_path / name for name in names]
+    first = await asyncio.to_thread(adapter_checkpoint, places[0], 0)
+    digest = open_checkpoint(first).digest
+    digests = {name: f"sha256:{number:064x}" for number, name in enumerate(names)} | {names[0]: digest}
+    async with loaderd(tmp_path, conversions=2) as started:
+        model = (await started.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+        sources = {each: ("/nowhere",) for each in digests.values()} | {digest: (str(first),)}
+        fd = await started.control.grant("w", model, adapters=tuple(digests.values()), sources=sources)
+        opened = await asyncio.to_thread(LoaderSession, fd)
+        try:
+            load = loader(Weights(opened, [], 0.0, GIVE_UP_S), GIVE_UP_S)
+            kept = Adapters(digests, load, 0, GIVE_UP_S)
+            lora = Lora({f"layers.{layer}.weight": torch.zeros(256, 64) for layer in range(4)})
+
+            async def named(name: str) -> None:
+                async with kept.held(name, lora):
+                    assert lora.get(name) is not None
+
+            ended = await asyncio.gather(*(named(name) for name in reversed(names)), return_exceptions=True)
+            assert {type(each) for each in ended[:-1]} == {ModelNotFound}
+            assert ended[-1] is None
+        finally:
+            await asyncio.to_thread(opened.close)
+
+
+_FULL = """
+import resource, sys
+from sllm_loaderd.client import LoaderSession
+from sllm_runtime.worker.start import data_bytes
+
+opened = LoaderSession(int(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (4 << 20), resource.RLIM_INFINITY))
+load = opened.load(adapter=sys.argv[2])
+try:
+    load.wait_all()
+    print("there")
+finally:
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+load.detach()
+load = opened.load(adapter=sys.argv[2])
+load.wait_all()
+print("there")
+"""
+
+
+async def test_a_process_with_little_memory_left_keeps_its_loaderd_when_an_adapter_comes(tmp_path: Path) -> None:
+    """A mapping of a whole chunk takes what was left for the stack of the thread that fills in pages. That thread makes
+    the first use cheap; without it the adapter is there all the same, and the connection goes on."""
+    async with loaderd(tmp_path, chunk_bytes=CHUNK_BYTES, pool_bytes=4 * CHUNK_BYTES) as started:
+        base = (await started.control.register(str(small_checkpoint(tmp_path / "model")[0]))).model
+        await asyncio.to_thread(adapter_checkpoint, tmp_path / "adapter", 0)
+        digest = (await started.control.register(str(tmp_path / "adapter"))).model
+        fd = await started.control.grant("w", base, adapters=[digest])
+        command = [sys.executable, "-c", _FULL, str(fd), digest]
+        try:
+            found = await asyncio.to_thread(
+                subprocess.run, command, pass_fds=[fd], capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+            )
+        finally:
+            os.close(fd)
+    assert found.stdout.split() == ["there", "there"], found.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
@@ -755,3 +756,13 @@ async def test_waits_have_deadlines(daemon: LoaderProcess, checkpoint: Path) -> 
     ours, theirs = socket.socketpair()
     with ours, pytest.raises(InstanceLost, match="does not answer"):
         await asyncio.to_thread(lambda: LoaderSession(theirs.detach(), timeout=0.05))
+
+
+def test_its_lines_are_as_those_of_the_other_daemons(tmp_path: Path) -> None:
+    """A node's log is read by programs (``SLLM_LOG_JSON``), or by who looks for more (``SLLM_LOG_LEVEL``)."""
+    (tmp_path / "models").write_text("in the way")
+    command = [sys.executable, "-m", "sllm_loaderd", "--node", "n1", "--data", str(tmp_path), "--socket", "s"]
+    environment = {**os.environ, "SLLM_LOG_JSON": "1", "SLLM_LOG_LEVEL": "debug"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if "CRITICAL" in line or "critical" in line]
+    assert [json.loads(line)["component"] for line in lines] == ["loaderd"], done.stderr

@@ -216,6 +216,26 @@ def test_a_vocabulary_that_cannot_be_rebuilt_is_left_out(tmp_path: Path) -> None
     assert [file.name for file in checkpoint.index.files] == ["config.json"]
 
 
+@pytest.mark.parametrize("lacks", ["a scaling that the file tells", "a number of the file"])
+def test_what_cannot_be_derived_is_taken_from_the_directory(lacks: str, tmp_path: Path) -> None:
+    """A ``config.json`` that lies there wins, as the refusal of the file alone says."""
+    model, directory = model_of("llama3"), tmp_path / "model"
+    arrays = arrays_of("llama3", model)
+    if lacks.startswith("a scaling"):
+        arrays["rope_freqs.weight"] = np.full_like(arrays["rope_freqs.weight"], 3.0)
+    directory.mkdir()
+    keys = {"context_length": "none"} if lacks.startswith("a number") else {}
+    write_gguf(directory / "model.gguf", "llama3", arrays, model.config, keys=keys)
+    with pytest.raises((InvalidCheckpoint, UnsupportedModel)):
+        converted(directory, tmp_path / "refused")
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(directory)
+    checkpoint = converted(directory, tmp_path / "checkpoint")
+    assert (checkpoint.directory / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+    with torch.no_grad():
+        assert torch.equal(logits(checkpoint), model(IDS).logits)
+
+
 # --- broken files -----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def small() -> Any:

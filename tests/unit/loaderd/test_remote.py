@@ -124,7 +124,9 @@ def test_a_torn_connection_resumes_where_it_broke(server: RangeServer, data: byt
     assert [int(text.split("=")[1].split("-")[0]) for text in server.ranges] == [10, 100_010, 100_010, 250_010]
 
 
-@pytest.mark.parametrize("word", ["status 500", "status 503", "later 429 0", "rubbish", "cut 0", "stall 10"])
+@pytest.mark.parametrize(
+    "word", ["status 500", "status 503", "status 520", "status 529", "later 429 0", "rubbish", "cut 0", "stall 10"]
+)
 def test_what_may_pass_is_tried_again(server: RangeServer, data: bytes, word: str) -> None:
     server.script.extend([word, word])
     with opened(server, STUBBORN if word.startswith("stall") else PATIENT) as source:
@@ -132,11 +134,11 @@ def test_what_may_pass_is_tried_again(server: RangeServer, data: bytes, word: st
 
 
 @pytest.mark.parametrize(
-    "word", ["status 500", "status 429", "rubbish", "endless-head", "cut 10", "stall 0", "trickle"]
+    "word", ["status 500", "status 429", "rubbish", "endless-head", "slow-head", "cut 10", "stall 0", "trickle"]
 )
 def test_patience_ends_with_an_error_that_names_object_and_offset(server: RangeServer, word: str) -> None:
     server.script.extend([word] * PATIENT.attempts)
-    limits = HASTY if word in ("stall 0", "trickle") else PATIENT
+    limits = HASTY if word in ("stall 0", "trickle", "slow-head") else PATIENT
     with opened(server, limits) as source, pytest.raises(Unavailable, match=r"weights\.bin \(bytes \d+ to 200000\)"):
         read(source, 100_000, 100_000)
     # A hasty one may be gone before a server that had no processor has heard of it.

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker import machine
-from sllm_loaderd.daemon.settings import read_settings
+from sllm_invoker.settings import InvokerSettings
+from sllm_loaderd.daemon.settings import LoaderSettings, read_settings
 from sllm_runtime.platform import control_groups
 
 GIB = 2**30
@@ -19,3 +20,13 @@ def test_the_pool_is_half_of_what_the_control_group_leaves(tmp_path: Path, monke
     assert machine.memory() == GIB, "as the invoker says it"
     settings = read_settings(["--node", "n1", "--data", str(tmp_path), "--socket", str(tmp_path / "s")])
     assert settings.pool_bytes == GIB // 2
+
+
+def test_the_pool_is_half_of_what_the_node_is_said_to_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invoker offers what the pool leaves of ``SLLM_MEMORY``: half of a larger machine would leave nothing."""
+    monkeypatch.setattr(control_groups, "groups", lambda: [])
+    monkeypatch.setattr("sllm_loaderd.daemon.settings.memory", lambda: 64 * GIB)
+    environment = {"SLLM_MEMORY": "8GiB", "SLLM_NODE": "n1", "SLLM_DATA": str(tmp_path), "SLLM_SOCKET": str(tmp_path)}
+    said = InvokerSettings.load(environment | {"SLLM_DATA_DIR": str(tmp_path), "SLLM_LOADERD_SOCKET": str(tmp_path)})
+    assert said.memory == 8 * GIB
+    assert LoaderSettings.load(environment).pool_bytes == 4 * GIB

@@ -146,3 +146,20 @@ def test_a_node_alone_hides_what_its_platform_hides_and_has_time_to_leave(tmp_pa
     assert invoker.env["SLLM_NODE_DRAIN"] == "30.0"
     assert invoker.grace_s > 30
     assert "SLLM_TOKEN" not in invoker.env
+
+
+def test_bundles_have_no_more_than_was_said_also_on_the_embedded_server(tmp_path: Path) -> None:
+    """``SLLM_BUNDLE_BYTES``: gateways store none beyond it in all; what the disk has not is not to be had."""
+    given, most = options(tmp_path / "run"), 2**60
+    room = int(made(given)["gateway-g1"].env["SLLM_BUNDLE_BYTES"])
+    assert int(made(given, {"SLLM_BUNDLE_BYTES": "1000000"})["gateway-g1"].env["SLLM_BUNDLE_BYTES"]) == 1000000
+    assert int(made(given, {"SLLM_BUNDLE_BYTES": str(most)})["gateway-g1"].env["SLLM_BUNDLE_BYTES"]) <= room + 2**30
+    with pytest.raises(InvalidRequest, match="SLLM_BUNDLE_BYTES"):
+        made(given, {"SLLM_BUNDLE_BYTES": "much"})
+
+
+def test_the_key_of_secrets_is_hidden_from_functions(tmp_path: Path) -> None:
+    """None but a controller knows what sealed secrets are (docs/control.md)."""
+    found = made(options(tmp_path / "run", nodes=2), {"SLLM_SECRETS_KEY": str(tmp_path / "key")})
+    for name in ("n1", "n2"):
+        assert str(tmp_path / "key") in json.loads(found[f"invoker-{name}"].env["SLLM_PRIVATE"])

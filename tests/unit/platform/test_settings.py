@@ -41,6 +41,19 @@ def test_a_wrong_value_names_its_variable(value: str) -> None:
     assert caught.value.field == "SLLM_PORT"
 
 
+@pytest.mark.parametrize("value", ["loud", "10", "warnings"])
+def test_a_level_of_logs_that_is_none_names_its_variable(value: str) -> None:
+    """Else each daemon ends by a bug, with a traceback, when it begins to log."""
+    with pytest.raises(InvalidRequest, match="SLLM_LOG_LEVEL") as caught:
+        Mine.load({"SLLM_LOG_LEVEL": value})
+    assert caught.value.field == "SLLM_LOG_LEVEL"
+
+
+@pytest.mark.parametrize("value", ["debug", "Warning", "ERROR"])
+def test_a_level_of_logs_is_one_of_pythons(value: str) -> None:
+    assert Mine.load({"SLLM_LOG_LEVEL": value}).log_level.lower() == value.lower()
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Mine.load({}).port = 2

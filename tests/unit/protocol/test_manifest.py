@@ -113,3 +113,22 @@ def test_what_has_control_characters_is_no_place_of_a_model(place: str) -> None:
         read("adapters", f'{{"one": {text}}}')
     with pytest.raises(ValidationError, match="control characters"):
         ModelRegisterRequest(uri=place)
+
+
+@pytest.mark.parametrize("named", ["model", "adapters"])
+def test_a_place_that_the_release_before_took_is_read_from_what_is_kept(named: str) -> None:
+    """Line ends were passed over by whatever read it. Nobody leads where a version cannot be read
+    (``control.restore``)."""
+    place = "http://models.example/coder\n"
+    of_adapters: dict[str, Any] = {"model": "m", "engine": True, "adapters": {"a": place}}
+    places = {"model": place} if named == "model" else of_adapters
+    said = {"name": "f", "handler": HANDLER, **places}
+    with pytest.raises(ValidationError, match="control characters"):
+        Manifest.model_validate(said)
+    record = {
+        "function": "f", "version": 1, "manifest": said, "bundle": "sha256:0", "bundle_bytes": 1, "content": "c",
+        "schema": 1,
+    }  # fmt: skip
+    read = codec.from_json(VersionRecord, json.dumps(record)).manifest
+    assert (read.model if named == "model" else read.adapters["a"]) == place.strip()
+    assert Manifest.model_validate_json(read.model_dump_json()) == read

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from sllm import bundle, profiles, transport
+from sllm.cli import fn
 from sllm.cli.top import Look
 from sllm_runtime.platform import commands
 from sllm_runtime.platform.profile import write_profile
@@ -1084,3 +1085,19 @@ def test_calls_are_listed_with_where_they_run_and_where_to_go_on(gateway: Gatewa
 def test_a_cancel_says_what_became_of_the_call(gateway: Gateway, answer: dict[str, str], said: str) -> None:
     gateway.will(Answer(json=answer))
     assert here("call", "cancel", CALL).stdout == f"{CALL} {said}"
+
+
+def test_a_deletion_at_a_gateway_of_before_is_done_when_the_function_is_gone() -> None:
+    """That one passes over ``begun``: of what went after its 202 it knows only that there is none."""
+    answers = [{"function": "f", "deleted": False, "note": "draining: 1 call"}]
+
+    class Before:
+        def request(self, method: str, path: str, **_: Any) -> Any:
+            assert (method, path) == ("DELETE", "/api/v1/functions/f")
+            if not answers:
+                raise FunctionNotFound("there is no function 'f'")
+            return answers.pop()
+
+    assert fn._delete(Before(), "f", False)["deleted"] is True
+    with pytest.raises(FunctionNotFound):
+        fn._delete(Before(), "f", False)

@@ -18,6 +18,7 @@ from sllm_runtime.protocol.errors import (
     InstanceLost,
     InvalidRequest,
     ModelNotFound,
+    OutOfMemory,
     SllmError,
 )
 from sllm_runtime.worker.adapters import Adapters, Load, loader
@@ -207,3 +208,15 @@ async def test_an_instance_whose_loaderd_has_gone_brings_no_more_adapters_and_en
         with pytest.raises(type(error)):
             await use(kept, table(), "a")
     assert failures == [error] * told
+
+
+async def test_an_instance_without_room_for_an_adapter_says_what_to_do() -> None:
+    """What torch says of it is no word for a caller."""
+
+    class Session:
+        def load(self, *, adapter: str) -> None:
+            torch.empty(1 << 62, dtype=torch.uint8)
+
+    model = Weights(cast(LoaderSession, Session()), [], 0.0, DEADLINE_S)
+    with pytest.raises(OutOfMemory, match="memory="):
+        await use(adapters(loader(model, DEADLINE_S)), table(), "a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,17 +20,19 @@ from sllm_loaderd.convert.source import SourceExtras, SourceTensor
 from sllm_loaderd.files import gguf_parts, open_source_file
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
+_CONFIG: Final = "config.json"
 _MAX_FACTORS: Final = 4096
 """Numbers in a tensor of rotary factors: half a head's width."""
 
 
 class GgufSource:
-    """``files`` are those of one model. ``keep``: quantised blocks stay packed.
+    """``files`` are those of one model. ``keep``: quantised blocks stay packed. ``given``: names of files that lie
+    beside them: a configuration among these is not derived, which may not be possible.
 
     Raises ``InvalidCheckpoint`` for a file that is not what its header says, ``UnsupportedModel`` for what is not read.
     """
 
-    def __init__(self, files: Sequence[Path], *, keep: bool = False) -> None:
+    def __init__(self, files: Sequence[Path], *, keep: bool = False, given: Collection[str] = ()) -> None:
         self._fds: list[int] = []
         self._values: dict[str, Values] = {}
         self._tensors: dict[str, SourceTensor] = {}
@@ -39,7 +41,7 @@ class GgufSource:
             _check_split(self._headers)
             self._prefix, self._kind = architecture_of(self._headers[0])
             self._map(keep)
-            self._files = self._derived()
+            self._files = self._derived(given)
         except BaseException:
             self.close()
             raise
@@ -87,11 +89,14 @@ class GgufSource:
             target.name, value.dtype, value.shape, value.nbytes, position, granule
         )
 
-    def _derived(self) -> dict[str, bytes]:
+    def _derived(self, given: Collection[str]) -> dict[str, bytes]:
         embedding = next((t for header in self._headers for t in header.tensors if t.name == "token_embd.weight"), None)
         if embedding is None:
             path = self._headers[0].path
             raise InvalidCheckpoint(f"{path} has no token_embd.weight; it is no language model", field=path.name)
+        tokenizer = derive_tokenizer(self._prefix, self._headers[0].metadata)
+        if _CONFIG in given:
+            return tokenizer
         sizes: Counter[str] = Counter()
         for value in self._values.values():
             sizes["bfloat16" if value.kept else value.dtype] += value.nbytes
@@ -103,10 +108,7 @@ class GgufSource:
         config = derive_config(
             whole, self._prefix, self._kind, embedding.shape[0], sizes.most_common(1)[0][0], self._factors
         )
-        return {
-            "config.json": json.dumps(config, indent=1).encode() + b"\n",
-            **derive_tokenizer(self._prefix, whole.metadata),
-        }
+        return {_CONFIG: json.dumps(config, indent=1).encode() + b"\n", **tokenizer}
 
     def _factors(self, name: str) -> list[float] | None:
         for number, header in enumerate(self._headers):

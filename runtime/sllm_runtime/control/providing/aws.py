@@ -24,7 +24,7 @@ _GOING: Final = ("Terminating", "Terminated", "Detach")
 _REFUSED: Final = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "ExpiredToken"})
 _GONE: Final = "not found"
 """What AWS says of an instance that it no longer knows: a ``ValidationError`` with these words."""
-_LIMITS: Final = Config(connect_timeout=5, read_timeout=10, retries={"max_attempts": 2, "mode": "standard"})
+_LIMITS: Final = Config(connect_timeout=5, read_timeout=10, retries={"total_max_attempts": 2, "mode": "standard"})
 
 
 def client(region: str | None) -> Any:

@@ -28,6 +28,12 @@ STORED_S: Final = 10.0
 """Nothing is removed before the store has that it is to go: the next controller must know."""
 
 
+def check(settings: Settings) -> None:
+    """Raises ``InvalidRequest`` for settings that cannot work."""
+    if isinstance(settings, ProviderSettings):
+        settings.provider()
+
+
 def supplied(settings: Settings, record: PoolRecord, loop: Loop, ledger: Ledger) -> Supplying:
     """By the provider that ``settings`` name, as the last controller left it. Raises ``InvalidRequest`` for settings
     that cannot work."""

@@ -45,6 +45,19 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             opened.close()
 
 
+def test_a_question_is_asked_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/nodes.md: a provider that does not answer is noticed by its call, after at most some 25 s. Of an AWS that
+    takes the connection and says nothing each try takes 10 s."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    opened = client(REGION)
+    config = opened.meta.config
+    tries = config.retries["total_max_attempts"]
+    opened.close()
+    assert tries * config.read_timeout <= 25
+
+
 @pytest.mark.slow
 async def test_it_grows_and_a_named_node_goes(api: Any) -> None:
     group = AutoScalingGroup(api, GROUP, SHAPE)

@@ -45,7 +45,7 @@ def saved(name: str, kind: str, directory: Path, dtype: torch.dtype = torch.floa
 
     import peft
 
-    options = KINDS.get(kind) or {"r": 4, "lora_alpha": 8, "target_modules": OTHERS[name]}
+    options = KINDS.get(kind) or {"r": 4, "lora_alpha": 8, "target_modules": OTHERS.get(name, "all-linear")}
     torch.manual_seed(len(kind))
     config = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=name == "gpt 2", **options)
     made = peft.get_peft_model(copy.deepcopy(family(name)), config)
@@ -310,3 +310,45 @@ def test_an_adapter_is_what_peft_makes_of_it_or_is_refused(init: Any, tmp_path: 
             merged.get_submodule(module).weight.add_((half.a @ half.b).t())
         found = merged(input_ids=torch.arange(3, 40)[None]).logits
     assert (found - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("which", ["project_in", "project_out"])
+def test_projections_around_the_layers_take_no_adapters(which: str, home: Path) -> None:
+    """OPT-350m's, of which peft's ``all-linear`` has both: the last one sees no rows but those that are asked for, and
+    in a pipeline neither is of a stage's layers. A step with one would end the calls of everybody."""
+    _, files = saved("opt 350m", "other", home / "opt 350m" / "other")
+    chosen = {name: each for name, each in files["tensors"].items() if which in name or "fc1" in name}
+    assert any(which in name for name in chosen)
+    core = engine("opt 350m")
+    with pytest.raises(UnsupportedModel, match=which):
+        core.decoder.lora.put("a", read(files["config"], chosen))
+    rest = {name: each for name, each in chosen.items() if which not in name}
+    core.decoder.lora.put("a", read(files["config"], rest))
+    assert run(core, asked(2, "a"))[2]
+
+
+def test_an_adapter_of_another_rank_than_its_configuration_says_is_refused(tmp_path: Path) -> None:
+    """As peft refuses it: by the configuration alone it would count twice or half as much."""
+    import copy
+
+    import peft
+
+    _, raw, tensors = _reloaded(True, tmp_path)
+    other = json.dumps({**json.loads(raw), "r": 8}).encode()
+    (tmp_path / "adapter_config.json").write_bytes(other)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(family("llama")), str(tmp_path))
+    with pytest.raises(InvalidCheckpoint, match=r"rank 4.* says 8"):
+        read(other, tensors)
+
+
+def test_an_adapter_whose_matrices_lie_the_other_way_round_is_refused(home: Path) -> None:
+    """Only GPT-2's are stored as (in, out). A step with one would end the calls of everybody."""
+    _, files = saved("llama", "wide", home / "llama" / "wide")
+    swapped = {
+        name.replace("up_proj", "X").replace("down_proj", "up_proj").replace("X", "down_proj"): tensor
+        for name, tensor in files["tensors"].items()
+    }
+    core = engine()
+    with pytest.raises(InvalidCheckpoint, match="another model"):
+        core.decoder.lora.put("a", read(files["config"], swapped))

@@ -63,7 +63,8 @@ class Adapter:
         tensor: Callable[[str], torch.Tensor],
     ) -> Adapter:
         """From a checkpoint: its ``record``, its adapter_config.json, and what it holds. Raises ``UnsupportedModel``
-        for what is no matrix's adapter, ``InvalidCheckpoint`` for a half without its other half."""
+        for what is no matrix's adapter, ``InvalidCheckpoint`` for a half without its other half, or of another rank
+        than its configuration says."""
         halves_a, halves_b = _named(_A_TENSOR, names), _named(_B_TENSOR, names)
         other = next(iter(sorted(names - set(halves_a.values()) - set(halves_b.values()))), None)
         if other is not None:
@@ -76,7 +77,8 @@ class Adapter:
         scaling = _Scaling(record, config)
         with torch.inference_mode():
             modules = {
-                name: _low_rank(tensor(halves_a[name]), tensor(halves_b[name]), scaling.of(name)) for name in halves_a
+                name: _low_rank(a := tensor(halves_a[name]), tensor(halves_b[name]), scaling.of(name, len(a)))
+                for name in halves_a
             }
         return cls(digest, modules)
 
@@ -130,8 +132,12 @@ class _Scaling:
                 f"{self._own.init_lora_weights!r}); save it with path_initial_model_for_weight_conversion"
             )
 
-    def of(self, module: str) -> float:
+    def of(self, module: str, there: int) -> float:
+        """``there``: the rank that its halves have. Raises ``InvalidCheckpoint`` for another one, as peft does."""
         rank = _matching(self._own.rank_pattern, module, self._record.rank)
+        if rank != there:
+            text = f"the adapter's {module!r} has rank {there}, its adapter_config.json says {rank}"
+            raise InvalidCheckpoint(f"{text}; they are not of one training", field=module)
         alpha = _matching(self._own.alpha_pattern, module, self._record.alpha)
         return float(alpha / (math.sqrt(rank) if self._record.rslora else rank))
 

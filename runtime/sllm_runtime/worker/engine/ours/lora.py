@@ -19,6 +19,10 @@ Rows = torch.Tensor
 Through = Callable[[LowRank, Rows, int], Rows]
 """What a module's half makes of rows (float32), as many as some tiles of the given size have."""
 _CPU: Final = torch.device("cpu")
+_OUTSIDE: Final = ("lm_head", "project_in", "project_out")
+"""Matrices before and behind the layers: a step may compute other rows there than its groups name, or elsewhere."""
+_TURNED: Final = ("c_attn", "c_proj", "c_fc")
+"""GPT-2's, which are stored as (in, out)."""
 
 
 def in_tiles(half: LowRank, rows: Rows, size: int) -> Rows:
@@ -99,9 +103,10 @@ class Lora:
         found = _shape(self._tensors, f"{module}.weight")
         if found is None:
             raise InvalidCheckpoint(f"adapter {name!r} is of another model: there is no {module!r} here", field=module)
-        if module.rpartition(".")[2] == "lm_head" or len(found) != 2:
+        last = module.rpartition(".")[2]
+        if last in _OUTSIDE or len(found) != 2:
             raise UnsupportedModel(f"adapter {name!r} changes {module!r}, which takes none here", field=module)
-        if (outputs, inputs) not in (found, found[::-1]):
+        if (outputs, inputs) != (found[::-1] if last in _TURNED else found):
             text = f"adapter {name!r} is of another model: {module!r} is {found} here, it has {(outputs, inputs)}"
             raise InvalidCheckpoint(text, field=module)
 
