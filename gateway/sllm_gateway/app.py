@@ -194,7 +194,7 @@ class Gateway:
             *Deploying(bus, controller, writer, settings, self.table).routes(),
             *Logs(bus, controller, writer).routes(),
             *Explaining(bus, controller, self._recent, journal, self._succession.coming).routes(),
-            *Secrets(controller).routes(),
+            *Secrets(controller, settings).routes(),
         ]
 
     def _ended(self, call: Call) -> None:

@@ -131,6 +131,8 @@ class Ending:
             self._elsewhere(call)  # END is all that came of it
         elif error is not None and not self._again(call, error, stopped=stopped):
             call.end = end
+            if isinstance(error, Draining) and not end.unseen:  # which says of a call that no function has seen it
+                error = InstanceLost(f"{error.message}, which a call that has begun cannot do; call again")
             self._end_with(call, error)
         self.forget_if_over(call)
 

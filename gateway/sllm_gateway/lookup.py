@@ -56,6 +56,14 @@ class Lookup:
         except NotFound as error:
             raise Unavailable(f"{function!r} is deployed, and its route is not here yet; call again") from error
 
+    def has(self, function: str) -> bool:
+        """Whether a call of that name would find it here, with nobody asked."""
+        try:
+            self._table.find(function)
+        except NotFound:
+            return False
+        return True
+
     async def _exists(self, named: Named) -> bool:
         if self._clock() < self._unknown.get(named, 0.0):
             return False

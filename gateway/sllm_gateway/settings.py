@@ -36,7 +36,8 @@ class GatewaySettings(Settings):
     otherwise send a request into a connection that is being closed, and tell its client of a bad gateway."""
     max_output: int = Field(default=limits.MAX_BODY, gt=0)
     """Largest answer that is not streamed."""
-    max_bundle: int = Field(default=limits.MAX_BUNDLE, gt=0)
+    max_bundle: int = Field(default=limits.MAX_BUNDLE, gt=0, le=limits.MAX_BUNDLE)
+    """SDK, controller and workers take none that is larger than the default."""
     window: int = Field(default=limits.WINDOW, ge=2 * limits.MAX_PART)
     """Bytes buffered for one call's reader, as credit counts them; then the call is paused."""
     slow_consumer: float = Field(default=limits.SLOW_CONSUMER_S, gt=0)

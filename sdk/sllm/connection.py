@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+import httpx
+
 from sllm import transport
 from sllm.gateways import Gateways
 from sllm.profiles import Profile
@@ -53,7 +55,7 @@ class Connection(Generic[Pool]):
     def _again_in(self, attempt: int, error: SllmError, *, repeatable: bool) -> float | None:
         """As ``Retry.wait``; what is sent again is sent to the next gateway, whose queue and whose life are others."""
         wait = self._retry.wait(attempt, error, repeatable=repeatable)
-        if wait is not None:
+        if wait is not None and not isinstance(error.__cause__, httpx.HTTPError):  # it is past who broke off
             self._gateways.past(self.url)
         return wait
 

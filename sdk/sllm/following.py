@@ -11,7 +11,7 @@ from typing import Final
 from sllm.answers import Trace
 from sllm.gateways import Gateways
 from sllm.sse import Event
-from sllm_runtime.protocol.errors import CallMoved, SllmError, Unavailable
+from sllm_runtime.protocol.errors import CallMoved, InstanceLost, SllmError, Unavailable
 from sllm_runtime.protocol.http import CALLS
 
 FOLLOW_S: Final = 30.0
@@ -65,7 +65,8 @@ class Following:
         it did not break off, it cannot be read on, no gateway has it, or none answers."""
         if self.lost is None:
             again = isinstance(error, CallMoved) or (self._reads_on and isinstance(error, Unavailable))
-            if not (trace.broken or again) or not self._can_be_read_on(trace):
+            silent = bool(self.source) and isinstance(error, InstanceLost)  # it only reads
+            if not (trace.broken or again or silent) or not self._can_be_read_on(trace):
                 raise error
             self.lost, self.call, self._since = error, self.call or trace.call, now
             self._reads_on = True

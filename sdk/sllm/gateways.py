@@ -64,9 +64,9 @@ class Asking:
         """It is asked at the next. Raises the typed error where it was perhaps heard, or where neither one nor time is
         left."""
         url = self._left[0]
+        self._gateways.past(url)
         if not isinstance(error, transport.NOT_HEARD):
             raise transport.failed(url, error, trace) from error
-        self._gateways.past(url)
         self._refused.append(url)
         if self._left_s is not None:
             self._left_s -= after_s

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sllm_runtime.protocol.errors import SllmError
-
-NEVER_RAN: Final = frozenset({"queue_full", "unavailable", "no_capacity", "store_full", "draining"})
-"""Codes that prove that no function has seen the call, so that sending it again cannot run it twice."""
+from sllm_runtime.protocol.errors import NEVER_RAN, SllmError
 
 
 @dataclass(frozen=True)

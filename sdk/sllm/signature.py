@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, Field, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
+from sllm_runtime.protocol.arguments import base, further
 from sllm_runtime.protocol.errors import InvalidManifest
 from sllm_runtime.protocol.manifest import MODEL_PARAMETER, HandlerKind
 
@@ -81,10 +82,10 @@ def input_schema(target: Any) -> dict[str, Any]:
     function = call_target(target)
     hints = _hints(function)
     fields: dict[str, Any] = {}
-    extra = False
+    extra: Any = None
     for parameter in parameters(target):
         if parameter.kind is parameter.VAR_KEYWORD:
-            extra = True
+            extra = further(hints.get(parameter.name, Any))
         elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             raise InvalidManifest(
                 f"{function.__qualname__}: parameter '{parameter.name}' is positional only; calls carry named arguments"
@@ -95,15 +96,15 @@ def input_schema(target: Any) -> dict[str, Any]:
             field = Field(default=default, alias=parameter.name)
             fields[f"p_{len(fields)}"] = (hints.get(parameter.name, Any), field)
     filled = set(inspect.signature(function).parameters) - {each.name for each in parameters(target)}
-    return _schema(function, fields, sorted(filled) if extra else None)
+    return _schema(function, fields, extra, sorted(filled))
 
 
-def _schema(function: Callable[..., Any], fields: dict[str, Any], filled: list[str] | None) -> dict[str, Any]:
-    """``filled``: parameters that the platform fills in, where further names are taken: these are none of them."""
-    extra = filled is not None
-    config = ConfigDict(arbitrary_types_allowed=False, extra="allow" if extra else "forbid", title=function.__name__)
+def _schema(function: Callable[..., Any], fields: dict[str, Any], extra: Any, filled: list[str]) -> dict[str, Any]:
+    """``extra``: the type of further names, where these are taken. ``filled``: parameters that the platform fills in,
+    which are none of them."""
+    config = ConfigDict(extra="forbid" if extra is None else "allow", title=function.__name__)
     try:
-        model: Any = create_model("Arguments", __config__=config, **fields)
+        model: Any = create_model("Arguments", __base__=base(config, extra), **fields)
         schema: dict[str, Any] = model.model_json_schema(by_alias=True)
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
         first = str(error).splitlines()[0]
@@ -111,8 +112,9 @@ def _schema(function: Callable[..., Any], fields: dict[str, Any], filled: list[s
             f"{function.__qualname__}: an argument's type cannot come as JSON: {first} "
             "Use JSON types, dataclasses, TypedDicts or pydantic models."
         ) from error
-    schema["additionalProperties"] = extra
-    if filled:
+    if extra in (None, Any):
+        schema["additionalProperties"] = extra is not None
+    if extra is not None and filled:
         schema["properties"] = {**schema.get("properties", {}), **{name: {"not": {}} for name in filled}}
     return schema
 

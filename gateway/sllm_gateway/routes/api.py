@@ -65,9 +65,9 @@ def shown(view: BaseModel, status: int = 200) -> Response:
     return Response(view.model_dump_json(exclude_none=False), status, media_type="application/json")
 
 
-async def body_of(request: Request, type_: type[B]) -> B:
+async def body_of(request: Request, type_: type[B], within_s: float) -> B:
     """The request's body as ``type_``. Raises ``MalformedJson``, or ``Invalid…`` with the path."""
-    data = await read_body(request.scope, request.receive, MAX_JSON, limits.BODY_TIMEOUT_S)
+    data = await read_body(request.scope, request.receive, MAX_JSON, within_s)
     try:
         return type_.model_validate_json(data or b"{}")
     except ValidationError as error:
@@ -151,7 +151,7 @@ class Api:
         return shown(views.function(await self._controller.function(name_of(request))))
 
     async def rollback(self, request: Request) -> Response:
-        wanted = await body_of(request, RollbackRequest)
+        wanted = await body_of(request, RollbackRequest, self._settings.body_timeout)
         by = wanted.request or uuid4().hex
         verb = ctl.Rollback(function=name_of(request), version=wanted.version, request=by)
         info = await self._controller.ask("rollback", verb, ctl.FunctionInfo)
@@ -181,7 +181,7 @@ class Api:
 
     async def warmup(self, request: Request) -> Response:
         """200 when so many instances are ready; 202 when they are not after a while: ask again."""
-        wanted = await body_of(request, WarmupRequest)
+        wanted = await body_of(request, WarmupRequest, self._settings.body_timeout)
         verb = ctl.Warmup(function=name_of(request), version=wanted.version, instances=wanted.instances)
         found = await self._controller.ask("warmup", verb, ctl.Warmed, timeout_s=POLLED_S)
         return shown(views.warmed(found), 200 if found.ready >= found.wanted else 202)
@@ -209,7 +209,7 @@ class Api:
 
     async def migrate(self, request: Request) -> Response:
         """200 when it is over; 202 when it still goes on after ``MIGRATE_WAIT_S``."""
-        wanted = await body_of(request, MigrateRequest)
+        wanted = await body_of(request, MigrateRequest, self._settings.body_timeout)
         verb = ctl.Migrate(instance=request.path_params["instance"], to=wanted.to)
         until = self._clock() + MIGRATE_WAIT_S
         while True:

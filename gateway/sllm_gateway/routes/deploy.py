@@ -91,7 +91,7 @@ class Deploying:
     async def deploy(self, request: Request) -> Source:
         """A version from a bundle that is stored."""
         require_room(self._settings.nats_store)
-        wanted = await body_of(request, DeployRequest)
+        wanted = await body_of(request, DeployRequest, self._settings.body_timeout)
         Arguments(wanted.manifest.handler.input_schema).require_bounded()  # told here, not to whoever calls it first
         verb = ctl.Deploy(
             request=wanted.request or uuid4().hex,
@@ -129,7 +129,7 @@ class Deploying:
     async def register(self, request: Request) -> Source:
         """A model without a function."""
         require_room(self._settings.nats_store)
-        wanted = await body_of(request, ModelRegisterRequest)
+        wanted = await body_of(request, ModelRegisterRequest, self._settings.body_timeout)
         return self._registering(ctl.RegisterModel(uri=wanted.uri))
 
     async def _registering(self, verb: ctl.RegisterModel) -> Source:
@@ -142,7 +142,7 @@ class Deploying:
 
     async def pull(self, request: Request) -> Source:
         """A model to the disks of nodes."""
-        wanted = await body_of(request, PullRequest)
+        wanted = await body_of(request, PullRequest, self._settings.body_timeout)
         return self._pulling(ctl.Pull(digest=digest_of(request), nodes=wanted.nodes))
 
     async def _pulling(self, verb: ctl.Pull) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Final
 
 from sllm_gateway.arguments import given
@@ -30,8 +31,11 @@ class FunctionRoute:
         wish, stream = wish_of(scope), wants_events(scope)
         body = None
         if wish is not None and wish.key:
-            body = given(await caller.body(scope, receive))
-            if (found := await caller.keeping.again(scope, body, wish)) is not None:
+            known = caller.lookup.has(scope["path_params"]["name"])  # else it is no label
+            with caller.metrics.refusing(scope["path_params"]["name"]) if known else nullcontext():
+                body = given(await caller.body(scope, receive))
+                found = await caller.keeping.again(scope, body, wish)
+            if found is not None:
                 await caller.keeping.answer(found, scope, send, wish, stream=stream)
                 return
         version = await self._find(scope["path_params"])

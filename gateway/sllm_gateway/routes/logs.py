@@ -68,7 +68,7 @@ class Logs:
         name, call = name_of(request), request.query_params.get("call")
         query = _Query.of(request)
         source = _tail(self._bus, subjects.LOGS_STREAM, subjects.logs_of(name), query, _lines(call))
-        if not (query.follow or query.after):
+        if not query.follow and query.after is None:
             source = self._must_exist(source, name)
         await self._writer.write(source, scope, send)
 
@@ -105,15 +105,15 @@ class _Query(msgspec.Struct, frozen=True):
     limit: int = 1000
     follow: bool = False
     since: float | None = None
-    after: int = 0
+    after: int | None = None
     """The number of the last that came to who reads on: each behind it is wanted, whatever their number."""
 
     @classmethod
     def of(cls, request: Request) -> _Query:
         """Raises ``InvalidRequest`` that names the parameter."""
         query = request.query_params
-        given: dict[str, str | int] = {key: query[key] for key in ("limit", "follow", "since") if query.get(key)}
-        given["after"] = last_event_id(request) or 0
+        given: dict[str, str | int | None] = {key: query[key] for key in ("limit", "follow", "since") if query.get(key)}
+        given["after"] = last_event_id(request)
         try:
             found = msgspec.convert(given, cls, strict=False)
         except msgspec.ValidationError as error:
@@ -172,12 +172,13 @@ async def _tail(
     """The last ``limit`` that are there now, or each behind the last that came to who reads on; with ``follow`` then
     where that is, and each that comes."""
     newest = None
-    if not query.after and query.since is None:
+    if query.after is None and query.since is None:
         newest = query.limit if subject == subjects.events_of() else max(query.limit, AT_FIRST)
     while True:
-        reading = messages(bus, stream, subject, query.since, newest=newest, after=query.after, placed=query.follow)
+        since = query.since if query.after is None else None
+        reading = messages(bus, stream, subject, since, newest=newest, after=query.after or 0, placed=query.follow)
         async with aclosing(reading) as found:
-            if not query.after:
+            if query.after is None:
                 last, there = await _last(found, query.limit, kept)
                 if newest is not None and len(last) < query.limit and not there.whole:
                     newest *= BACK

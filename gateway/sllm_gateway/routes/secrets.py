@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Route
 from sllm_gateway.controller import Controller
 from sllm_gateway.errors import quoted
 from sllm_gateway.routes.api import body_of, shown
+from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import InvalidArgument, SecretNotFound
 from sllm_runtime.protocol.http import API, SecretDeletedView, SecretListView, SecretRequest, SecretView
@@ -20,8 +21,9 @@ from sllm_runtime.protocol.secrets import SECRET_NAME, secret_name
 class Secrets:
     """Each one question to the controller."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Controller, settings: GatewaySettings) -> None:
         self._controller = controller
+        self._settings = settings
 
     def routes(self) -> list[BaseRoute]:
         one = f"{API}/secrets/{{name}}"
@@ -41,7 +43,7 @@ class Secrets:
             secret_name(name)
         except ValueError as error:
             raise InvalidArgument(str(error), field="name") from error
-        wanted = await body_of(request, SecretRequest)
+        wanted = await body_of(request, SecretRequest, self._settings.body_timeout)
         stored = await self._controller.ask("put_secret", ctl.PutSecret(name=name, value=wanted.value), ctl.SecretInfo)
         return shown(_view(stored))
 

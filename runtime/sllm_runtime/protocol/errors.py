@@ -6,7 +6,7 @@ form in which an error crosses a process border; ``ErrorBody.to_error`` gives ba
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -385,3 +385,6 @@ def _tree(cls: type[SllmError]) -> list[type[SllmError]]:
 
 BY_CODE: dict[str, type[SllmError]] = {cls.code: cls for cls in _tree(SllmError)}
 BY_CODE["internal"] = InternalError
+
+NEVER_RAN: Final = frozenset({"queue_full", "unavailable", "no_capacity", "store_full", "draining"})
+"""Codes that prove that no function has seen the call, so that sending it again cannot run it twice."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from base64 import b64decode
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Base64Bytes, Field
+from pydantic import Base64Encoder, EncodedBytes, Field
+from pydantic_core import PydanticCustomError
 
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import MAX_BUNDLE
@@ -466,10 +468,25 @@ class CancelledView(Frozen):
     state: str = "CANCELLED"
 
 
+class _Base64(Base64Encoder):
+    """Pydantic's passes over what is no base64, so that text, and the other alphabet, become other bytes unsaid."""
+
+    @classmethod
+    def decode(cls, data: bytes) -> bytes:
+        try:
+            return b64decode(data.translate(None, b"\r\n"), validate=True)
+        except ValueError as error:
+            raise PydanticCustomError(
+                "base64_decode",
+                "it is no base64 ({error}); of text and files `sllm secret set` makes it",
+                {"error": str(error)},
+            ) from error
+
+
 class SecretRequest(Frozen):
     """Body of ``PUT /api/v1/secrets/{name}``. ``value``: its bytes in base64."""
 
-    value: Base64Bytes
+    value: Annotated[bytes, EncodedBytes(encoder=_Base64)]
 
     def __repr__(self) -> str:
         return "SecretRequest()"

@@ -51,7 +51,7 @@ STALL_S: Final = 1.0
 read, so nobody's silence counts from before."""
 SLOW_CONSUMER_S: Final = 30.0
 MAX_HEAD: Final = 64 * 1024
-"""A request's line and headers. What one read brings beyond that is taken too."""
+"""A request's line and headers."""
 HEAD_TIMEOUT_S: Final = 30.0
 """A connection without a request, or with half a one, is closed after this long, at the latest after twice as long."""
 BODY_TIMEOUT_S: Final = 60.0

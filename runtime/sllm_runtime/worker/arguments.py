@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from sllm_runtime.protocol.arguments import base, further
 from sllm_runtime.protocol.errors import InvalidArgument, InvalidRequest, MalformedJson
 from sllm_runtime.protocol.manifest import MODEL_PARAMETER
 
@@ -25,18 +26,18 @@ class Arguments:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
         self._names: dict[str, str] = {}
-        extra = False
+        extra: Any = None
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                extra = True
+                extra = further(hints.get(parameter.name, Any))
             elif parameter.name != MODEL_PARAMETER:
                 default = ... if parameter.default is parameter.empty else parameter.default
                 # An alias lets any Python name be a field, also those pydantic keeps for itself.
                 key = f"p_{len(fields)}"
                 self._names[key] = parameter.name
                 fields[key] = (hints.get(parameter.name, Any), Field(default=default, alias=parameter.name))
-        config = ConfigDict(extra="allow" if extra else "forbid", arbitrary_types_allowed=True)
-        self._model: type[BaseModel] = create_model("Arguments", __config__=config, **fields)
+        config = ConfigDict(extra="forbid" if extra is None else "allow", arbitrary_types_allowed=True)
+        self._model: type[BaseModel] = create_model("Arguments", __base__=base(config, extra), **fields)
         self._given = _given(function)
         """Parameters that no caller fills in: ``**kwargs`` would take their names."""
 

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, NoReturn
 
-from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import (
+    NEVER_RAN,
     BodyTooLarge,
     Cancelled,
     Draining,
@@ -110,8 +110,8 @@ class Calls:
             call.body = bytearray()
             self._finish(call, FunctionError(_NO_ROOM).body())
             return
-        if len(call.body) > limits.MAX_BODY:
-            self._finish(call, BodyTooLarge(f"body above {limits.MAX_BODY} bytes").body())
+        if len(call.body) > call.head.body_bytes:
+            self._finish(call, BodyTooLarge(f"body above the {call.head.body_bytes} bytes that its head names").body())
         elif len(call.body) >= call.head.body_bytes:
             call.task = asyncio.create_task(self._execute(call), name=f"call-{call.number}")
             # A task that is cancelled before its first step never runs, and so sends no end.
@@ -247,7 +247,14 @@ class Calls:
             return cancelled
         if isinstance(raised, CallEnded):
             return raised.body
-        if isinstance(raised, SllmError) and is_own(raised) and not isinstance(raised, FunctionError):
+        if (
+            isinstance(raised, SllmError)
+            and is_own(raised)
+            and not isinstance(raised, FunctionError)
+            # A function ran: no code may say that it did not, since the SDK would send the call again. Of an instance
+            # that ends its gateway knows that, and goes on elsewhere where it can.
+            and (call.head.kind != "fn" or raised.code not in NEVER_RAN or isinstance(raised, Draining))
+        ):
             return raised.body()
         error = described(raised)
         self._sender.log(call.number, "stderr", (error.detail or error.message)[-_TRACE_CHARS:], level="error")

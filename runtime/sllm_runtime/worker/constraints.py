@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -35,8 +35,9 @@ _LIMITS: Final = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-_REPEATED: Final = re.compile(r"\{(?:\d*,)?\d{5,}")
-"""A repetition of 10,000 or more, of which each step pays a part that no limit above counts."""
+_REPEATED: Final = re.compile(r"(?<!\\)(?:\\\\)*\{(?:\d*,)?\d{5,}")
+"""A repetition of 10,000 or more, of which each step pays a part that no limit above counts. Behind a backslash a brace
+is a letter."""
 _SHOWN: Final = 300
 
 
@@ -52,14 +53,30 @@ def _concerning(field: str) -> Iterator[None]:
         raise
 
 
+def _patterns(given: Any) -> Iterator[str]:
+    """The regular expressions of a JSON schema, or of several."""
+    left = [given]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            named = part.get("patternProperties")
+            yield from named if isinstance(named, Mapping) else ()
+            if isinstance(part.get("pattern"), str):
+                yield part["pattern"]
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+
+
 class Grammar:
     """A compiled shape. Raises ``InvalidRequest`` where it is wrong, fits nothing or costs too much."""
 
-    def __init__(self, vocabulary: Vocabulary, text: str, field: str) -> None:
+    def __init__(self, vocabulary: Vocabulary, text: str, field: str, patterns: Iterable[str] = ()) -> None:
+        """``patterns``: the regular expressions in ``text``; what it describes or names may hold braces as well."""
         if len(text) > MAX_GRAMMAR:
             why = f"it is {len(text)} characters long, at most {MAX_GRAMMAR} are read"
             raise InvalidRequest(f"'{field}': {why}", field=field)
-        if _REPEATED.search(text):
+        if any(map(_REPEATED.search, patterns)):
             raise InvalidRequest(f"'{field}': it repeats something 10,000 times or more", field=field)
         with _concerning(field):
             self._first = LLMatcher(vocabulary.grammars(), text, log_level=0, limits=_LIMITS)
@@ -75,11 +92,11 @@ class Grammar:
         if kind == "text":
             return None
         if kind == "regex":
-            return cls(vocabulary, LLMatcher.grammar_from_regex(body["regex"]), "regex")
+            return cls(vocabulary, LLMatcher.grammar_from_regex(body["regex"]), "regex", [body["regex"]])
         schema = _ANY_OBJECT if kind == "json_object" else body["response_format"]["json_schema"]["schema"]
         with _concerning("response_format"):
             text = LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_WRITING)
-        return cls(vocabulary, text, "response_format")
+        return cls(vocabulary, text, "response_format", _patterns(schema))
 
     @classmethod
     def of_calls(
@@ -88,7 +105,7 @@ class Grammar:
         """Outputs that call one of ``functions``, or ``several``, as ``form`` writes it."""
         with _concerning("tools"):
             text = form.grammar(functions, vocabulary.literal, several=several)
-            return cls(vocabulary, LLMatcher.grammar_from_lark(text), "tools")
+            return cls(vocabulary, LLMatcher.grammar_from_lark(text), "tools", _patterns(functions))
 
     def start(self) -> Shape:
         """The constraint of one output."""

@@ -30,16 +30,20 @@ def root() -> None:
 @app.command("list")
 def list_(
     context: typer.Context,
-    function: Annotated[str, typer.Option(help="Those of one function.")] = "",
-    state: Annotated[str, typer.Option(help="QUEUED, STARTING, RUNNING, SUCCEEDED, FAILED or CANCELLED.")] = "",
+    function: Annotated[str | None, typer.Option(help="Those of one function.")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="QUEUED, STARTING, RUNNING, SUCCEEDED, FAILED or CANCELLED.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 100,
-    after: Annotated[str, typer.Option(help="Go on where a list of before ended, as it said.")] = "",
+    after: Annotated[str | None, typer.Option(help="Go on where a list of before ended, as it said.")] = None,
     json: Json = False,
 ) -> None:
     """Calls that run or wait at any gateway, and those that are kept (asked for with `Prefer: respond-async` or an
     Idempotency-Key), the newest first."""
     wanted = ("function", "function", function), ("state", "state", state), ("after", "place in a list", after)
-    params = {"limit": str(limit)} | {key: transport.named(word, what) for key, what, word in wanted if word}
+    params = {"limit": str(limit)} | {
+        key: transport.named(word, what) for key, what, word in wanted if word is not None
+    }
     with client(context) as connection:
         found = CallListView.model_validate(connection.request("GET", CALLS, params=params))
     if json:

@@ -27,7 +27,7 @@ def logs(
 ) -> None:
     """A function's log."""
     query = {"limit": str(limit), "follow": "true" if follow else "false"}
-    query |= {"call": transport.named(call, "call")} if call else {}
+    query |= {"call": transport.named(call, "call")} if call is not None else {}
     if since is not None:
         query["since"] = str(time.time() - since)
     with client(context) as connection:

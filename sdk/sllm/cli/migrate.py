@@ -18,12 +18,12 @@ from sllm_runtime.protocol.states import MIGRATION, MigrationState, final
 def migrate(
     context: typer.Context,
     instance: Annotated[str, typer.Argument(help="The instance; `sllm fn describe` shows those of a function.")],
-    to: Annotated[str, typer.Option(help="The node to go to; chosen by the scheduler unless it is named.")] = "",
+    to: Annotated[str | None, typer.Option(help="The node to go to; else the scheduler chooses one.")] = None,
     json: Json = False,
 ) -> None:
     """Move the running calls of an instance to another node, and end it. Their callers notice nothing."""
     path = f"{API}/instances/{transport.segment(instance, 'instance')}/migrate"
-    body = {"to": transport.named(to, "node") if to else ""}
+    body = {"to": transport.named(to, "node") if to is not None else ""}
     going_on = f"it goes on moving: `sllm migrate {instance}` again says how that ends"
     with client(context) as connection, naming(going_on), output.progress("moving", quiet=json):
         while True:

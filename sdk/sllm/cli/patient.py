@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
 
+import httpx
 from pydantic import ValidationError
 
+from sllm.answers import Trace
 from sllm.cli import output
 from sllm.client import Client
 from sllm.profiles import Profile
@@ -31,24 +33,36 @@ class Patient(Client):
         with _told(self.profile):
             return super().request(method, path, **options)
 
+    def call(self, name: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+        """As ``Client.call``."""
+        with _told(self.profile, of_controller=False):
+            return super().call(name, arguments, **options)
+
+    def _sent(self, method: str, path: str, trace: Trace | None, **options: Any) -> httpx.Response:
+        """Of a stream nothing is said by ``request``, and its gateway says itself what it waits for."""
+        with _told(self.profile, of_controller=False) if options.get("stream") else nullcontext():
+            return super()._sent(method, path, trace, **options)
+
 
 @contextmanager
-def _told(profile: Profile) -> Iterator[None]:
+def _told(profile: Profile, *, of_controller: bool = True) -> Iterator[None]:
+    """``of_controller``: whether one is waited for; what has an instance waits for none."""
     over = threading.Event()
-    threading.Thread(target=_tell, args=(profile, over), name="told", daemon=True).start()
+    threading.Thread(target=_tell, args=(profile, over, of_controller), name="told", daemon=True).start()
     try:
         yield
     finally:
         over.set()
 
 
-def _tell(profile: Profile, over: threading.Event) -> None:
+def _tell(profile: Profile, over: threading.Event, of_controller: bool) -> None:
     if over.wait(TOLD_AFTER_S):
         return
     with suppress(SllmError, ValidationError), Client(profile=profile, timeout=STATUS_S, retry=NEVER) as asks:
         asked = asks.url
         try:
-            waits = None if StatusView.model_validate(asks.request("GET", f"{API}/status")).controller else WAITS
+            leads = StatusView.model_validate(asks.request("GET", f"{API}/status")).controller
+            waits = None if leads or not of_controller else WAITS
         except InstanceLost:  # it took the connection, and says nothing
             waits = SILENT.format(asked)
         if waits is not None and not over.is_set():

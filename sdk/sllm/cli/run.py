@@ -36,7 +36,7 @@ def run(
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         problem = local.user_error(error)
-        if problem.detail:
+        if problem.detail and not json:
             output.note(problem.detail.rstrip())
         raise problem from error
 

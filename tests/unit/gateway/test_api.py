@@ -24,6 +24,7 @@ from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
     FunctionError,
     FunctionNotFound,
+    InvalidRequest,
     ModelNotFound,
     NoController,
     StartFailed,
@@ -33,7 +34,7 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
 from sllm_runtime.protocol.http import API, EVENT_STREAM
-from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, TOLD_AFTER_S
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, MAX_BUNDLE, TOLD_AFTER_S
 from sllm_runtime.protocol.node import (
     DeviceMemory,
     Gpu,
@@ -118,6 +119,13 @@ async def test_a_bundle_above_the_limit_is_413(nats: Nats) -> None:
     async with world(nats, max_bundle=1000) as w:
         response = await w.http.put(f"{API}/bundles/{'0' * 64}", content=BUNDLE)
     assert response.status_code == 413
+
+
+def test_a_limit_of_bundles_that_nobody_else_keeps_is_refused() -> None:
+    """A deployment names no more than that, an SDK packs no more, and no worker unpacks it."""
+    assert GatewaySettings.load({"SLLM_MAX_BUNDLE": "1000"}).max_bundle == 1000
+    with pytest.raises(InvalidRequest, match="SLLM_MAX_BUNDLE"):
+        GatewaySettings.load({"SLLM_MAX_BUNDLE": str(MAX_BUNDLE + 1)})
 
 
 async def test_a_deployment_tells_its_progress_and_its_result(nats: Nats) -> None:
@@ -433,6 +441,23 @@ async def test_who_reads_on_gets_each_behind_the_last_that_came(nats: Nats) -> N
             assert await read(str(10**17)) == [], "of a stream that was there before this one"
             wrong = await w.http.get(f"{API}/{path}", headers={"Last-Event-ID": "x"})
             assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "Last-Event-ID")
+
+
+async def test_who_began_to_follow_before_there_was_a_line_reads_on_with_the_first(nats: Nats) -> None:
+    """An empty stream stands at 0, and each line behind that is news, whatever the limit."""
+    async with world(nats) as w:
+        await w.controller.serve("function", ctl.FunctionRef, _info)
+        path, query = f"{API}/functions/f/logs", {"follow": "true", "limit": "2"}
+        async with w.http.stream("GET", path, params=query) as response:
+            async for piece in response.aiter_bytes():
+                (place,) = Parser().feed(piece)
+                break
+        assert place.id == "0"
+        for number in range(5):
+            w.node.bus.publish_now(subjects.logs(NODE, "f"), line(f"line {number}"))
+        await stored(w.controller.bus, subjects.LOGS_STREAM, subjects.logs(NODE, "f"), 5)
+        *found, _ = events((await w.http.get(path, params={"limit": 2}, headers={"Last-Event-ID": place.id})).text)
+        assert [json.loads(event.data)["text"] for event in found] == [f"line {n}" for n in range(5)]
 
 
 async def test_following_goes_on_over_a_restart_of_nats(nats: Nats) -> None:

@@ -155,7 +155,7 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(nats: Nats) 
         assert (await w.http.post("/fn/echo", json={})).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/fn/echo", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/fn/echo", "/v1/chat/completions", "/api/v1/functions/echo/rollback"])
 async def test_a_body_that_trickles_is_408_at_its_deadline(nats: Nats, path: str) -> None:
     """On a bare socket: what comes too late is answered by a reset, and a stream would forget what it has received."""
     loop = asyncio.get_running_loop()

@@ -16,6 +16,7 @@ from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, entry, hang, manifest, world
+from tests.unit.gateway.test_function_route import echo
 from tests.unit.gateway.test_kept_calls import ASYNC
 from tests.unit.gateway.test_succession import a_call
 
@@ -80,3 +81,23 @@ async def test_whatever_refuses_a_request_to_a_function_is_counted(
         assert [line for line in text.splitlines() if line.startswith("sllm_calls_total")] == [
             f'sllm_calls_total{{code="{code}",function="f"}} 1.0'
         ]
+
+
+async def test_whatever_refuses_a_request_with_a_key_is_counted_too(nats: Nats) -> None:
+    """Its body is read, and its key looked up, before its version is."""
+    async with world(nats, max_body=1000) as w:
+        await w.deploy(manifest("f"), entry(), script=echo)
+        key = {"Idempotency-Key": "k"}
+        assert (await w.http.post("/fn/f", json={"a": 1}, headers=key)).status_code == 200
+        other = await w.http.post("/fn/f", json={"a": 2}, headers=key)
+        assert (other.status_code, other.json()["error"]["code"]) == (422, "invalid_argument")
+        large = await w.http.post("/fn/f", json={"a": "x" * 1000}, headers={"Idempotency-Key": "l"})
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+        nobody = await w.http.post("/fn/nobody", json={"a": "x" * 1000}, headers={"Idempotency-Key": "l"})
+        assert nobody.status_code == 413
+        text = (await w.http.get("/metrics")).text
+    assert sorted(line for line in text.splitlines() if line.startswith("sllm_calls_total")) == [
+        'sllm_calls_total{code="body_too_large",function="f"} 1.0',
+        'sllm_calls_total{code="invalid_argument",function="f"} 1.0',
+        'sllm_calls_total{code="ok",function="f"} 1.0',
+    ]

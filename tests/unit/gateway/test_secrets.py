@@ -7,13 +7,18 @@ import pytest
 
 from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.errors import Conflict
-from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.http import API, SecretRequest
 from sllm_runtime.protocol.node import Ok
 from tests.fixtures.nats import Nats
 from tests.unit.gateway.peer import world
 
 INFO = ctl.SecretInfo(name="token", stored=12.5, functions=("chat",))
 SHOWN = {"name": "token", "stored": 12.5, "functions": ["chat"]}
+
+
+def test_the_lines_that_base64_writes_are_read() -> None:
+    value = bytes(range(256))
+    assert SecretRequest.model_validate({"value": base64.encodebytes(value).decode()}).value == value
 
 
 async def test_stored_listed_and_deleted(nats: Nats) -> None:
@@ -57,6 +62,8 @@ async def test_stored_listed_and_deleted(nats: Nats) -> None:
     [
         ("to%20ken", {"value": "eA=="}, 422, "invalid_argument"),
         ("token", {"value": "hunter2 hunter2"}, 400, "invalid_request"),
+        ("token", {"value": "my-hunter2-pass_wor!"}, 400, "invalid_request"),
+        ("token", {"value": base64.urlsafe_b64encode(b"\xfb\xef\xbe" + b"a key").decode()}, 400, "invalid_request"),
         ("token", {}, 400, "invalid_request"),
     ],
 )

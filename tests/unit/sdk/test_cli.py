@@ -1101,3 +1101,32 @@ def test_a_deletion_at_a_gateway_of_before_is_done_when_the_function_is_gone() -
     assert fn._delete(Before(), "f", False)["deleted"] is True
     with pytest.raises(FunctionNotFound):
         fn._delete(Before(), "f", False)
+
+
+def test_what_a_function_raises_here_is_one_object_for_a_program(tmp_path: Path) -> None:
+    """Its traceback is for people, as where a command itself breaks."""
+    (tmp_path / "function.py").write_text(TEXT.replace("return text", "raise ValueError(text)"))
+    run = ("run", str(tmp_path / "function.py"), "text=no")
+    assert "raise ValueError(text)" in here(*run).stderr
+    assert refused(here(*run, "--json"))["code"] == "function_error"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("events", "--function"),
+        ("events", "--call"),
+        ("events", "--kind"),
+        ("call", "list", "--function"),
+        ("call", "list", "--state"),
+        ("call", "list", "--after"),
+        ("fn", "logs", "chat", "--call"),
+        ("migrate", "i1", "--to"),
+        ("model", "pull", "aaaa", "--to"),
+    ],
+)
+def test_what_is_empty_is_no_wish_for_everything(gateway: Gateway, words: tuple[str, ...]) -> None:
+    """A variable of a script that is not set: ``--call "$CALL"`` asks for one call, ``--to "$NODE"`` names a node."""
+    done = here(*words, "")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert gateway.asked == []

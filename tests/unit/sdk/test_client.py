@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sllm import AsyncClient, AsyncFunction, Client, Function
+from sllm import AsyncClient, AsyncFunction, Client, Function, transport
 from sllm.answers import Trace
 from sllm.following import FOLLOW_S, Following
 from sllm.gateways import Asking, Gateways
@@ -307,6 +307,44 @@ def test_what_has_no_numbers_is_not_read_on(gateway: Gateway, other: Gateway, fo
     with pytest.raises(InstanceLost, match=rf"the stream broke off before its end \({gateway.url}"):
         follow()
     assert not other.asked
+
+
+@pytest.mark.parametrize("follow", [_follow_blocking, _follow_async])
+def test_what_only_reads_is_asked_of_the_next_gateway_where_one_says_nothing(
+    gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch, follow: Callable[[], list[Any]]
+) -> None:
+    """As what is read in one piece."""
+    monkeypatch.setattr(transport, "SILENCE_S", 0.5)
+    gateway.will(Answer(silent=True))
+    other.will(Answer((sse("a", id=1, event="event"), DONE)))
+    assert follow() == ["a"]
+
+
+@pytest.mark.parametrize("how", [Answer(silent=True), Answer(breaks=True)])
+@pytest.mark.parametrize("streams", [False, True])
+def test_who_breaks_a_call_off_is_not_asked_by_later_ones(
+    gateway: Gateway, other: Gateway, how: Answer, streams: bool
+) -> None:
+    """It may be stopped, or hang, for hours; the call that it had may have run, and is sent to nobody again."""
+    gateway.will(how)
+    other.will(Answer((sse("a", id=0), DONE)) if streams else Answer(json=["a"]))
+
+    def ask(client: Client) -> list[Any]:
+        return list(client.stream("chat", {})) if streams else client.call("chat", {})
+
+    with Client(timeout=0.5) as client:
+        with pytest.raises(InstanceLost):
+            ask(client)
+        assert ask(client) == ["a"]
+    assert len(other.asked) == 1
+
+
+def test_what_is_read_in_one_piece_is_asked_of_the_next_gateway_once(gateway: Gateway, other: Gateway) -> None:
+    gateway.will(Answer(silent=True))
+    other.will(Answer(json={"a": 1}))
+    with Client(timeout=0.5) as client:
+        assert client.request("GET", f"{API}/status") == {"a": 1}
+    assert (len(gateway.asked), len(other.asked)) == (1, 1)
 
 
 def test_each_gateway_is_asked_before_a_stream_is_given_up() -> None:

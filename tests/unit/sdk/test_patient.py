@@ -1,12 +1,16 @@
 """What a command says that waits for a controller."""
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 
-from sllm import profiles
+from sllm import following, profiles
 from sllm.cli import output, patient
 from sllm.cli.context import Target
 from sllm.cli.patient import Patient
 from sllm.client import Client
+from sllm_runtime.protocol.errors import InstanceLost
 from tests.fixtures.waiting import until
 from tests.unit.sdk.gateway import Answer, Gateway
 
@@ -35,6 +39,31 @@ async def test_a_gateway_that_stands_still_is_said(gateway: Gateway, monkeypatch
     with Target().client() as client, patient._told(client.profile):
         await until(lambda: said, what="the gateway is said")
     assert said == [patient.SILENT.format(gateway.url)]
+
+
+@pytest.mark.parametrize("how", ["stream", "call", "follow"])
+async def test_so_it_is_to_who_waits_for_a_call_or_for_events(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(patient, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(patient, "STATUS_S", 0.1)
+    monkeypatch.setattr(output, "note", said.append)
+    gateway.will(Answer(silent=True))
+
+    monkeypatch.setattr(following, "FOLLOW_S", 0.0)
+    asks: dict[str, Callable[[Client], object]] = {
+        "call": lambda client: client.call("chat", {}),
+        "stream": lambda client: list(client.stream("chat", {})),
+        "follow": lambda client: list(client.follow("/api/v1/events", {})),
+    }
+
+    def ask() -> None:
+        with Patient(gateway.url, timeout=2.0) as client, pytest.raises(InstanceLost):
+            asks[how](client)
+
+    await asyncio.to_thread(ask)
+    assert set(said) == {patient.SILENT.format(gateway.url)}
 
 
 async def test_who_asks_has_the_token_of_the_command_alone(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

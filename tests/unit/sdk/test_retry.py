@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm.retry import NEVER, NEVER_RAN, Retry
-from sllm_runtime.protocol.errors import BY_CODE, InstanceLost, InternalError, QueueFull
+from sllm.retry import NEVER, Retry
+from sllm_runtime.protocol.errors import BY_CODE, NEVER_RAN, InstanceLost, InternalError, QueueFull
 
 
 @pytest.mark.parametrize("code", sorted(BY_CODE))

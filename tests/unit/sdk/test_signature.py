@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 import jsonschema_rs
 import pytest
@@ -17,6 +17,10 @@ from sllm_runtime.protocol.errors import InvalidManifest
 class Point:
     x: int
     y: int = 0
+
+
+class Words(TypedDict, total=False):
+    word: str
 
 
 class Options(BaseModel):
@@ -60,6 +64,14 @@ class Stateful:
 class Plain:
     def __call__(self, text: str) -> str:
         return text
+
+
+def points(**more: Point) -> int:
+    return len(more)
+
+
+def named_ones(**more: Unpack[Words]) -> int:
+    return len(more)
 
 
 KINDS = [
@@ -160,3 +172,12 @@ def test_what_the_platform_fills_in_is_no_further_argument(target: Any, filled: 
     assert schema.is_valid({"other": 1})
     assert not schema.is_valid({filled: 1})
     assert jsonschema_rs.validator_for(signature.input_schema(open_ended)).is_valid({"text": "", filled: 1})
+
+
+def test_further_arguments_are_of_the_type_that_is_hinted() -> None:
+    checks = jsonschema_rs.validator_for(signature.input_schema(points), offline=True)
+    assert checks.is_valid({"a": {"x": 1}, "b": {"x": 2, "y": 3}})
+    assert not checks.is_valid({"a": {"x": 1}, "b": 7})
+    assert signature.input_schema(open_ended)["additionalProperties"] is True
+    assert signature.input_schema(named_ones)["additionalProperties"] is True
+    assert signature.input_schema(plain)["additionalProperties"] is False

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from sllm_runtime.protocol.errors import InvalidArgument
+from sllm_runtime.worker.arguments import Arguments
 from sllm_runtime.worker.handler import bind
 
 
@@ -22,6 +23,10 @@ def without(**more: Any) -> Any:
     return more
 
 
+def dated(**more: datetime) -> Any:
+    return more
+
+
 class Called:
     def __call__(this, **more: Any) -> Any:
         return more
@@ -30,6 +35,14 @@ class Called:
 class CalledWithModel:
     def __call__(self, model: Any, **more: Any) -> Any:
         return more
+
+
+def test_further_ones_are_of_the_type_that_is_hinted() -> None:
+    parse = Arguments(dated).parse
+    assert parse(b'{"a": "2026-01-02T03:04:05"}') == {"a": datetime(2026, 1, 2, 3, 4, 5)}
+    with pytest.raises(InvalidArgument) as caught:
+        parse(b'{"a": "2026-01-02", "b": "soon"}')
+    assert caught.value.field == "b"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from sllm_runtime.worker.engine.ours.model import build
 from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.transformers_engine import TransformersEngine
 from sllm_runtime.worker.tokens import Tokens, Vocabulary
+from sllm_runtime.worker.tools.forms import HERMES
 from tests.fixtures.examples import examples
 from tests.fixtures.models import llama
 from tests.unit.worker.engine.driver import finish, ids, run
@@ -278,6 +279,24 @@ def test_a_schema_that_is_wrong_or_explodes_is_refused(given: Any) -> None:
         schema(given)
     assert refused.value.field == "response_format"
     assert len(refused.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "object", "properties": {"zip": {"type": "string", "description": "as {12345}"}}},
+        {"const": "{10000}"},
+        {"enum": ["order {20000,30000}", "none"]},
+        {"type": "string", "pattern": r"^\{[0-9]{5}\}$", "examples": ["{12345}"]},
+    ],
+    ids=lambda given: str(given)[:30],
+)
+def test_a_brace_in_words_repeats_nothing(given: Any) -> None:
+    """What a schema describes, names or gives as a value is no repetition; nor is a brace that is meant as one."""
+    assert schema(given).start().allowed(()).any()
+    function: Any = {"name": "f", "parameters": {"type": "object", "properties": {"a": given}}}
+    assert Grammar.of_calls(HERMES, [function], vocabulary(), several=False)
+    assert regex(r"\{12345\}").start().allowed(()).any()
 
 
 def test_a_regex_that_explodes_on_its_way_is_refused_there() -> None:

@@ -14,10 +14,20 @@ import pytest
 from tokenizers import Tokenizer
 
 from sllm_runtime.platform.wire import BlockingWire
-from sllm_runtime.protocol.errors import ContextLengthExceeded, InstanceLost, InvalidArgument, SllmError
+from sllm_runtime.protocol.errors import (
+    NEVER_RAN,
+    ContextLengthExceeded,
+    ErrorBody,
+    InstanceLost,
+    InvalidArgument,
+    QueueFull,
+    SllmError,
+)
 from sllm_runtime.protocol.frames import CallHead
-from sllm_runtime.protocol.worker import Heartbeat
+from sllm_runtime.protocol.worker import Heartbeat, StartCall
 from sllm_runtime.worker.call import Call, current
+from sllm_runtime.worker.calls import Calls, run_async
+from sllm_runtime.worker.console import Console
 from sllm_runtime.worker.engine.base import Event, Request, Sampling
 from sllm_runtime.worker.engine.loop import EngineLoop
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
@@ -27,7 +37,7 @@ from sllm_runtime.worker.outgoing import Outgoing
 from sllm_runtime.worker.sender import Sender
 from sllm_runtime.worker.tokens import Tokens
 from tests.fixtures.vocabularies import byte_level
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 SEED = 1000
 
@@ -195,3 +205,39 @@ def test_a_tokenizer_is_written_out_for_who_needs_that(tmp_path: Path) -> None:
         assert "".join(handle.generate("hello", max_tokens=2, bad_words=["b"]))
         assert written.times == 1
     handle.close()
+
+
+class Full(Heard):
+    """So many wait for it that it takes no more."""
+
+    def add(self, request: Request) -> None:
+        raise QueueFull("1024 requests wait for this instance's engine; try again later")
+
+
+async def test_what_a_function_that_ran_ends_with_is_no_proof_that_it_did_not(
+    tokens: Slow, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK sends a call again after such a code: what the function did before would be done anew."""
+    ended, ran = list[ErrorBody | None](), list[int]()
+    monkeypatch.setattr(Call, "end", lambda call, error: ended.append(error))
+    loop = EngineLoop(Full([]), tokens)
+    loop.start()
+    handle = handle_of(loop, tokens, tmp_path)
+
+    async def function() -> str:
+        ran.append(1)  # an order is placed, a mail is sent
+        return await text(handle, "hello", max_tokens=1)
+
+    made = Calls(
+        call.outgoing._sender,
+        Console(lambda *said: None, lambda: None),
+        run_async(function, lambda body: {}),
+        on_loop=True,
+    )
+    made.start(StartCall(number=1, head=call.head, body=b"{}"))
+    await until(lambda: bool(ended), what="the call has ended")
+    handle.close()
+    assert ran == [1]
+    assert ended[0] is not None
+    assert ended[0].code not in NEVER_RAN, ended[0]
+    assert "1024 requests wait" in ended[0].message

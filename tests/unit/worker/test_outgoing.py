@@ -19,7 +19,7 @@ from sllm_runtime.worker.calls import Calls
 from sllm_runtime.worker.console import Console
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
 from sllm_runtime.worker.sender import Sender
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 OUTPUT = FrameKind.OUTPUT
 COST = limits.FRAME_COST
@@ -165,18 +165,31 @@ async def test_an_instance_that_stops_begins_no_call(ends: tuple[Sender, Told]) 
     assert (running.calls.count(), running.begun) == (0, 0)
 
 
-async def test_a_body_beyond_the_limit_ends_its_call(
-    ends: tuple[Sender, Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MAX_BODY", 10)
+async def test_a_body_beyond_what_its_head_names_ends_its_call(ends: tuple[Sender, Told]) -> None:
     sender, told = ends
     running = Running(sender)
     running.start(body=bytes(10), body_bytes=12)
     assert running.calls.count() == 1
-    running.calls.body(CallBody(1, b"1"))
+    running.calls.body(CallBody(1, b"123"))
     (end,) = await asyncio.to_thread(told, 1)
     assert error_of(end).code == "body_too_large"
     assert (running.calls.count(), running.begun) == (0, 0)
+
+
+async def test_how_large_a_body_may_be_is_its_gateways_to_say(
+    ends: tuple[Sender, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``SLLM_MAX_BODY`` may be more than what it is unless it is set."""
+    monkeypatch.setattr(limits, "MAX_BODY", 10)
+    sender, told = ends
+    running = Running(sender)
+    running.start(body=bytes(10), body_bytes=12)
+    running.calls.body(CallBody(1, b"12"))
+    assert running.calls.count() == 1
+    await until(lambda: running.begun == 1)
+    running.calls.cancel(CancelCall(1, "cancelled", "enough"))
+    (end,) = await asyncio.to_thread(told, 1)
+    assert error_of(end).code == "cancelled"
 
 
 async def test_a_call_that_is_told_other_ids_than_it_has_ends(ends: tuple[Sender, Told]) -> None:
