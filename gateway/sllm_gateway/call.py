@@ -320,6 +320,7 @@ class Call:
             idle_timeout_s=manifest.idle_timeout,
             seed=self.order.seed,
             recorded=self.resumption.recorded if self.resumption is not None else (),
+            cached=self.resumption.cached if self.resumption is not None else (),
             ended=self.resumption.ended if self.resumption is not None else (),
             delivered=self.resumption.delivered if self.resumption is not None else 0,
             delivered_hash=self.resumption.digest if self.resumption is not None else b"",

@@ -33,6 +33,7 @@ class Resumption:
         """... but what ``_hash`` was before them."""
         self._ids: dict[int, list[int]] = {}
         self._ended: set[int] = set()
+        self._cached: dict[int, int] = {}
         self._count = 0
         self._seen = (0, 0)
         self._in_vain = 0
@@ -82,6 +83,8 @@ class Resumption:
             self._ended.add(ids.generation)
         if not ids.ids or self._count + len(ids.ids) > MOST_IDS or not 0 <= min(ids.ids) <= max(ids.ids) < ID_END:
             return
+        if ids.cached is not None and 0 <= ids.cached < ID_END:
+            self._cached.setdefault(ids.generation, ids.cached)
         known = self._ids.setdefault(ids.generation, [])
         if ids.first <= len(known):
             more = ids.ids[len(known) - ids.first :]
@@ -106,6 +109,11 @@ class Resumption:
     def recorded(self) -> tuple[tuple[int, ...], ...]:
         """Ids by generation, as ``CallHead.recorded``."""
         return tuple(tuple(self._ids.get(number, ())) for number in range(max(self._ids, default=-1) + 1))
+
+    @property
+    def cached(self) -> tuple[int | None, ...]:
+        """Of each generation, as ``CallHead.cached``."""
+        return tuple(self._cached.get(number) for number in range(max(self._cached, default=-1) + 1))
 
     @property
     def ended(self) -> tuple[int, ...]:

@@ -96,6 +96,9 @@ class Ids(msgspec.Struct, frozen=True, array_like=True):
     ids: tuple[int, ...]
     ended: bool = False
     """It has ended with these. Workers of the version before do not say."""
+    cached: int | None = None
+    """With the first of a generation: tokens of its prompt that were found computed, as usage has them. None: not said,
+    also by workers of the version before."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +136,8 @@ class CallHead(msgspec.Struct, frozen=True, kw_only=True):
     """For calls that name none: drawn at admission, so that a resume samples the same."""
     recorded: tuple[tuple[int, ...], ...] = ()
     """Resume: token ids of each ``generate`` so far."""
+    cached: tuple[int | None, ...] = ()
+    """Resume: of each of these, as ``Ids.cached`` had it: usage is what it would have been. None: not known."""
     delivered: int = 0
     """Resume: outputs the caller already has; ``delivered_hash`` is the 16-byte BLAKE2b of their bytes in order."""
     delivered_hash: bytes = b""

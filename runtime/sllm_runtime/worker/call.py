@@ -165,6 +165,8 @@ class IdRecorder:
 
     def __init__(self, call: Call, generation: int, told: int = 0) -> None:
         self._call, self._generation, self._told = call, generation, told
+        self.cached = None if told else 0
+        """As ``Ids.cached``. Of ids that it was told it is not known when these are told again."""
         self._first = 0
         self._ids: list[int] = []
 
@@ -184,6 +186,7 @@ class IdRecorder:
             self._send()
 
     def _send(self, *, ended: bool = False) -> None:
-        if self._call.record(Ids(self._generation, self._first, tuple(self._ids), ended)):
+        cached = self.cached if self._ids and not self._first else None
+        if self._call.record(Ids(self._generation, self._first, tuple(self._ids), ended, cached)):
             self._first += len(self._ids)
             self._ids.clear()

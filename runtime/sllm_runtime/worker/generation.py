@@ -57,7 +57,17 @@ class Generation:
             seed = self._call.head.seed + number if seed is None else seed
             request = replace(request, sampling=replace(request.sampling, seed=seed))
             self._call.count(prompt=len(request.prompt) if count_prompt else 0)
+            if count_prompt and (found := dict(enumerate(self._call.head.cached)).get(number)) is not None:
+                self._found(found)
         self._request = request
+
+    def _found(self, cached: int) -> None:
+        """So much of the prompt was computed when it was first looked for, here or where the call was before."""
+        assert self._call is not None
+        self._cached = True
+        self._call.count(cached=cached)
+        if self._recorder is not None:
+            self._recorder.cached = cached
 
     @contextlib.contextmanager
     def submitted(self, sink: Sink) -> Iterator[None]:
@@ -97,9 +107,9 @@ class Generation:
         if self._call is None:
             return
         self._call.outgoing.check()
-        cached = 0 if self._cached else piece.cached
-        self._cached = self._cached or cached > 0
-        self._call.count(completion=len(piece.ids), cached=cached)
+        self._call.count(completion=len(piece.ids))
+        if piece.cached and not self._cached:
+            self._found(piece.cached)
         if self._recorder is not None and piece.rests:
             self._recorder.rest()
         elif self._recorder is not None:

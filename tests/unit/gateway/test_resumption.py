@@ -104,6 +104,14 @@ def test_ids_are_kept_by_generation_up_to_the_first_gap() -> None:
     assert state.recorded == ((1, 2, 3), (), (9,))
 
 
+def test_what_a_generation_found_computed_is_its_first_instances_word() -> None:
+    kept = Resumption()
+    for generation, first, cached in ((1, 0, 256), (1, 1, None), (1, 0, 0), (3, 0, -1), (2, 0, None)):
+        kept.take([Frame(0, FrameKind.IDS, codec.pack(Ids(generation, first, (7,), False, cached)))])
+    assert kept.cached == (None, 256)
+    assert kept.anew().cached == ()
+
+
 def test_generations_are_bounded() -> None:
     state = Resumption()
     state.take([ids(MOST_GENERATIONS - 1, 0, 1), ids(MOST_GENERATIONS, 0, 1)])

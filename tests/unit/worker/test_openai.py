@@ -280,6 +280,25 @@ def test_cached_tokens_are_counted_once(served: Worker) -> None:
         assert (answer.end.usage.prompt, answer.end.usage.cached) == (310, cached)
 
 
+def test_cached_tokens_are_those_of_where_the_call_was_first(served: Worker) -> None:
+    """The instance that goes on with it has the pages that this one had to compute, or the other way round."""
+    asked: dict[str, Any] = {"prompt": "another one, as long as the one before it was, " * 8, "max_tokens": 4}
+    first = completion(served, **asked)
+    told = tuple(ids.cached for ids in first.ids)
+    drawn = tuple(number for ids in first.ids for number in ids.ids)
+    assert told[0] == 0
+    assert set(told[1:]) <= {None}, "it is told once"
+    for cached in (0, 128, None):
+        head: dict[str, Any] = {} if cached is None else {"cached": (cached,)}
+        body = {"model": "m", "temperature": 0, **asked}
+        resumed = served.run(body, kind="completion", recorded=(drawn[:2],), **head)
+        assert resumed.end is not None
+        assert resumed.end.usage is not None
+        own = resumed.end.usage.cached
+        assert (own == cached) if cached is not None else own > 128, (own, cached)
+        assert resumed.ids[0].cached in (own, cached), "and goes on from here by the same, if it is known"
+
+
 def resume(
     worker: Worker, deltas: list[Any], delivered: int, recorded: tuple[tuple[int, ...], ...], **asked: Any
 ) -> Answer:

@@ -117,7 +117,7 @@ async def test_ids_that_there_is_no_credit_for_are_told_with_the_next_ones(ends:
     out.grant(limits.WINDOW)
     recorder.add((3,), last=True)
     (frame,) = ends[1](1)
-    assert codec.unpack(Ids, frame.data) == Ids(0, 0, (1, 2, 3), ended=True)
+    assert codec.unpack(Ids, frame.data) == Ids(0, 0, (1, 2, 3), ended=True, cached=0)
 
 
 async def test_what_is_to_stop_with_a_call_that_was_cancelled_stops_at_once(ends: tuple[Sender, Told]) -> None:
