@@ -18,6 +18,7 @@ from sllm_gateway.calls import STOPPED
 from sllm_gateway.errors import quoted
 from sllm_gateway.metrics import Metrics
 from sllm_runtime.platform import trace
+from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -44,6 +45,8 @@ class Front:
     ) -> None:
         self._router = router
         self._bodies = bodies
+        self._operators = Bodies(limits.MAX_BODY)
+        """Of ``/api/v1``: calls that take all of theirs, for hours perhaps, keep no operator out."""
         self._auth = auth
         self._metrics = metrics
         self._random = random
@@ -58,7 +61,7 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # with it starlette raises what it would otherwise answer in its own words
-        scope[SHARE] = share = Share(self._bodies)
+        scope[SHARE] = share = Share(self._operators if scope["path"].startswith("/api/") else self._bodies)
         seen = _Seen(send)
         try:
             self._auth.check(scope)

@@ -26,7 +26,7 @@ class GatewaySettings(Settings):
     """Holds the bearer token, or several, one a line, while one is replaced; without one only loopback is served."""
     max_body: int = Field(default=limits.MAX_BODY, gt=0)
     bodies: int = Field(default=0, ge=0)
-    """What the bodies of all requests that are being answered may take together. 0: see ``all_bodies``."""
+    """What the bodies of all calls that are being answered may take together. 0: see ``all_bodies``."""
     head_timeout: float = Field(default=limits.HEAD_TIMEOUT_S, gt=0)
     """Once to twice as long may a request's line and headers take."""
     body_timeout: float = Field(default=limits.BODY_TIMEOUT_S, gt=0)

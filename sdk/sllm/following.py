@@ -76,6 +76,7 @@ class Following:
         self._tries += 1
         if trace.gateway is not None:
             self.gateways.past(trace.gateway)
+            trace.gateway = None  # ``Asking`` is past who says nothing: what came before is of no account then
         return _WAITS_S[min((self._tries - 1) // len(self.gateways), len(_WAITS_S) - 1)]
 
     def _can_be_read_on(self, trace: Trace) -> bool:
@@ -113,5 +114,6 @@ class Losing:
         has_no_answer = trace.broken or trace.gateway is None
         if not has_no_answer or now - self._since >= self.again_s:
             raise error
-        self.gateways.past(trace.gateway or self.gateways.urls[0])
+        if trace.gateway is not None:  # else ``Asking`` is past it
+            self.gateways.past(trace.gateway)
         return _OPERATION_S

@@ -109,7 +109,7 @@ def _specs(name: str) -> Iterator[tuple[str, str | None]]:
     """``name`` and the packages that it is in, as far as they are there, with their files. None is imported."""
     places: Any = None
     for each in (*reversed(list(_packages(name))), name):
-        spec = PathFinder.find_spec(each, places)
+        spec = PathFinder.find_spec(each.rpartition(".")[2], places)  # of a whole name it looks for its parent's module
         if spec is None:
             return
         yield each, spec.origin

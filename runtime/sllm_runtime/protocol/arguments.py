@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Unpack, get_origin
 
+import typing_extensions
 from pydantic import BaseModel, ConfigDict
 
 
 def further(hint: Any) -> Any:
     """The type of ``**kwargs`` of this hint; ``Unpack[…]`` names several, and is not looked into."""
-    return Any if get_origin(hint) is Unpack else hint
+    return Any if get_origin(hint) in (Unpack, typing_extensions.Unpack) else hint
 
 
 def base(config: ConfigDict, extra: Any) -> type[BaseModel]:

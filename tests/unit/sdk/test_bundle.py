@@ -529,3 +529,15 @@ bundle.build(hello)
     last = done.stderr.strip().splitlines()[-1]
     assert "InvalidBundle: hello (main.py:6) cannot be pickled: it uses 'lock' (_thread.lock)" in last
     assert "create it inside the function" in last
+
+
+@pytest.mark.parametrize("line", ["from apart.data import x", "from cloudy.deep import storage"])
+def test_a_namespace_package_in_one_that_nothing_imported(tmp_path: Path, line: str) -> None:
+    """Python looks for the parent's module to know where such a package is."""
+    program = "from sllm import bundle, model_function\n\n@model_function\ndef hello(text: str) -> str:\n"
+    program += f"    {line}\n    return text\n\nbundle.build(hello)\n"
+    for name in ("apart/__init__.py", "apart/data/x.py", "cloudy/deep/storage.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]

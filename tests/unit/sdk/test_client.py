@@ -688,3 +688,35 @@ def test_connections_notice_a_dead_peer(gateway: Gateway) -> None:
         raw = connection._connection._network_stream.get_extra_info("socket")
         assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert gateway.left.wait(GIVE_UP_S)
+
+
+@pytest.mark.parametrize("how", [Answer(silent=True), Answer(breaks=True)])
+def test_an_operation_that_was_heard_and_not_answered_is_asked_of_the_next(
+    gateway: Gateway, other: Gateway, how: Answer
+) -> None:
+    gateway.will(how)
+    other.will(Answer((sse({"ok": 1}, event="done"), DONE)))
+    with Client(timeout=0.5) as client:
+        client.operation(f"{API}/models", {"uri": "x"}, again_s=2.0)
+    assert (len(gateway.asked), len(other.asked)) == (1, 1)
+
+
+def test_a_silence_longer_than_what_is_waited_for_has_an_end(gateway: Gateway, other: Gateway) -> None:
+    """As SILENCE_S (60 s) and CONTROLLER_WAIT_S (15 s) are: each try counts as lost anew."""
+    gateway.will(Answer(silent=True))
+    other.will(Answer((sse({"ok": 1}, event="done"), DONE)))
+    with Client(timeout=0.4) as client:
+        client.operation(f"{API}/models", {"uri": "x"}, again_s=0.1)
+    assert (len(gateway.asked), len(other.asked)) == (1, 1)
+
+
+def test_who_was_lost_first_is_asked_again_once_the_next_says_nothing(
+    gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gateways; the first is started anew, the second hangs."""
+    monkeypatch.setattr(transport, "SILENCE_S", 0.5)
+    gateway.will(Answer((sse("a", id=1, event="event"),), breaks=True), Answer((sse("b", id=2, event="event"), DONE)))
+    other.will(Answer(silent=True))
+    with Client(timeout=0.5) as client:
+        assert [event.data for event in client.follow("/api/v1/events", {})][:2] == ['"a"', '"b"']
+    assert len(other.asked) == 1

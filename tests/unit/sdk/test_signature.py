@@ -6,11 +6,13 @@ from typing import Annotated, Any, TypedDict, Unpack
 
 import jsonschema_rs
 import pytest
+import typing_extensions
 from pydantic import BaseModel, Field
 
 from sllm import signature
 from sllm.model import Model
 from sllm_runtime.protocol.errors import InvalidManifest
+from sllm_runtime.worker.arguments import Arguments
 
 
 @dataclass
@@ -181,3 +183,17 @@ def test_further_arguments_are_of_the_type_that_is_hinted() -> None:
     assert signature.input_schema(open_ended)["additionalProperties"] is True
     assert signature.input_schema(named_ones)["additionalProperties"] is True
     assert signature.input_schema(plain)["additionalProperties"] is False
+
+
+class Further(typing_extensions.TypedDict, total=False):
+    word: str
+
+
+def named(text: str, **more: typing_extensions.Unpack[Further]) -> int:
+    return len(more)
+
+
+def test_unpack_of_typing_extensions_is_one() -> None:
+    """On Python 3.11 another one than typing's, and the one that pydantic's TypedDict has to come with."""
+    assert signature.input_schema(named)["additionalProperties"] is True
+    assert Arguments(named).parse(b'{"text":"a","word":"b"}') == {"text": "a", "word": "b"}
