@@ -29,7 +29,7 @@ from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.running import Running, read_running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
 from sllm_runtime.protocol.loader import Status
 from sllm_runtime.protocol.records import Term
@@ -274,7 +274,9 @@ def left_mib(platform: Platform, nodes: Sequence[str]) -> float:
     """What nodes' loaderds count as used beyond the models that they have, and chunks that other processes hold and no
     loaderd has."""
     pids = running_of(platform).pids
-    loaders = {pids[f"loaderd-{node}"] for node in nodes}
+    loaders = {pid for node in nodes if (pid := pids.get(f"loaderd-{node}")) is not None}
+    if len(loaders) < len(nodes):
+        raise Unavailable("a loaderd is being started again")
     known = {file for pid in loaders for file in _held(pid, MEMFD_NAME)}
     others = [_held(process.pid, MEMFD_NAME) for process in platform.program.tree() if process.pid not in loaders]
     strays = {file: nbytes for files in others for file, nbytes in files.items() if file not in known}

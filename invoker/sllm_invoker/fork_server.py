@@ -200,6 +200,21 @@ class ForkServer:
             self._child = None
             self._on_end()
 
+    def _born(self, sandbox: str, wire: AsyncWire) -> None:
+        """A worker whom nobody waits for ends by itself: its socket is closed."""
+        birth = self._births.get(sandbox)
+        waited_for = birth if birth is not None and not birth.done() else None
+        try:
+            (pidfd,) = wire.fds.take(1)
+        except ProtocolError:  # no descriptor was left here: the kernel has dropped it
+            if waited_for is not None:
+                waited_for.set_exception(Unavailable("a worker's process cannot be held: no descriptor is left"))
+            return
+        if waited_for is None:
+            os.close(pidfd)
+        else:
+            waited_for.set_result(Born(pidfd))
+
     async def _listen(self, wire: AsyncWire) -> None:
         try:
             async with asyncio.timeout(READY_S):
@@ -218,12 +233,7 @@ class ForkServer:
         while (payload := await wire.receive()) is not None:
             body = codec.unpack(FromZygote, payload).body
             if isinstance(body, Spawned):
-                (pidfd,) = wire.fds.take(1)
-                birth = self._births.get(body.sandbox)
-                if birth is None or birth.done():
-                    os.close(pidfd)  # nobody waits any more; its socket is closed, so it ends by itself
-                else:
-                    birth.set_result(Born(pidfd))
+                self._born(body.sandbox, wire)
             elif isinstance(body, Exited):
                 self._on_exit(body.sandbox, body)
             elif isinstance(body, Complete):

@@ -198,23 +198,26 @@ class Residency(Residents):
         for number in [number for number in resident.chunks if resident.there(number)]:
             resident.write_back.add(number, resident.chunks[number], resident.nbytes_of(number))
 
-    def _give_up_copy(self, resident: Resident) -> None:
-        """Nobody brings what a copy lacks: it does not keep its place on the disk. The next load begins it anew."""
+    def given_up(self, digest: str, rank: int) -> WriteBack | None:
+        """The copy of a partition that lacks what nobody brings just now: the caller, who wants its place on the disk,
+        stops it. A later load begins it anew."""
+        resident = self.find(digest, rank)
+        if resident is None or resident.tasks or resident.feeding:
+            return None
         write_back = resident.write_back
-        if write_back is not None and write_back.waiting and not (resident.tasks or resident.feeding):
-            write_back.stop()
-            resident.write_back = None
+        if write_back is None or not write_back.waiting:
+            return None
+        resident.write_back = None
+        return write_back
 
     def _written(self, resident: Resident) -> None:
         self.on_written(resident)
-        self._give_up_copy(resident)
         self._tell()
 
     def _settle(self, resident: Resident) -> None:
         """No descriptor stays open for a partition that is not being read: its file may be deleted."""
         if resident.tasks or resident.feeding:
             return
-        self._give_up_copy(resident)
         sources, resident.sources = resident.sources, []
         close_all(sources)
         if not resident.chunks and self._residents.get(resident.key) is resident:

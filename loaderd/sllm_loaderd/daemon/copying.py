@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from sllm_loaderd.daemon.registration import Report
-from sllm_loaderd.opening import opened
+from sllm_loaderd.opening import finished, opened
 from sllm_loaderd.reader import close_all
 from sllm_loaderd.ssd.fill import Fill
 from sllm_loaderd.ssd.write import CopyWrite
@@ -71,6 +71,8 @@ class Copying:
             )
         sources = await opened(lambda: service.settings.pipeline.open_sources(model, rank), close_all)
         try:
+            if (half := service.residency.given_up(digest, rank)) is not None:
+                await finished(half.stop)  # which removes a file as large as the partition
             write = await opened(lambda: ssd.begin(model, rank, wanted=True), _abandon)
             if write is None:
                 self._refused(model, rank)

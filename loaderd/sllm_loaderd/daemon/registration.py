@@ -20,6 +20,7 @@ from sllm_loaderd.opening import finished
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.sources.directory import DirectorySource
 from sllm_loaderd.store import ModelStore
+from sllm_loaderd.verify import open_checkpoint
 from sllm_runtime.protocol.errors import InternalError, SllmError, Unavailable
 from sllm_runtime.protocol.limits import CHUNK_BYTES, MIB
 from sllm_runtime.protocol.loader import CONVERT_LATER, CONVERT_NOW
@@ -114,6 +115,8 @@ class Registrations:
     async def _bring(self, uri: str, converted: bool) -> str:
         """``converted``: as it is will not do."""
         known = self._store.recall(uri)
+        if known is not None and await asyncio.to_thread(self._of_other_chunks, known.digest):
+            known = None  # the pool loads none such, as when it was started with --chunk-bytes since
         former = None
         if known is not None and converted and await asyncio.to_thread(self._store.is_direct, known.digest):
             known, former = None, known
@@ -199,6 +202,9 @@ class Registrations:
             return
         self._store.adopt(staging, outcome.digest)
         self._store.replace(digest, outcome.digest)
+
+    def _of_other_chunks(self, digest: str) -> bool:
+        return open_checkpoint(self._store.directory(digest), digest).index.chunk_bytes != self._chunk_bytes
 
     def _unchanged(self, known: SourceRecord) -> bool:
         """Whether a local source is what it was; a remote one is asked by the child."""

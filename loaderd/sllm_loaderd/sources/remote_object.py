@@ -36,7 +36,8 @@ class RemoteObject:
                 f"{self.name}: bytes {offset} to {offset + len(view)} are wanted, it has {self.nbytes}", field=self.name
             )
         if span.left:
-            self._remote.persist(self._what(span), lambda: self._attempt(span), lambda: span.done)
+            failed: set[str] = set()
+            self._remote.persist(self._what(span), lambda: self._attempt(span, failed), lambda: span.done)
         return ""
 
     def close(self) -> None:
@@ -45,8 +46,9 @@ class RemoteObject:
     def _what(self, span: Span) -> str:
         return f"{self.name} (bytes {span.at} to {span.offset + len(span.view)})"
 
-    def _attempt(self, span: Span) -> None:
-        """One range request for what is left of ``span``; where the server moves us to is remembered."""
+    def _attempt(self, span: Span, failed: set[str]) -> None:
+        """One range request for what is left of ``span``; where the server moves us to is remembered, until it has
+        failed twice for it."""
         for hop in range(self._remote.limits.redirects + 1):
             at = self._at
             moved: list[str] = []
@@ -56,7 +58,9 @@ class RemoteObject:
             try:
                 self._remote.exchange("GET", at, self._headers(span), what, take)
             except TryAgain:
-                self._at = self._url  # it may send us elsewhere by now
+                if at in failed:  # not for one cut alone: who sent us there may be down, or count what it is asked
+                    self._at = self._url  # it may send us elsewhere by now
+                failed.add(at)
                 raise
             except SllmError:
                 if at == self._url or hop:  # where we have just been sent to

@@ -346,25 +346,39 @@ async def _hand_on(result: Any, call: Call) -> None:
     finally:
         if hasattr(result, "aclose"):
             await result.aclose()
+        elif inspect.isgenerator(result):
+            await asyncio.to_thread(result.close)
 
 
 async def _following(values: AsyncIterator[Any] | Iterator[Any]) -> Any:
     if isinstance(values, AsyncIterator):
         return await anext(values, _END_OF_VALUES)
-    return await asyncio.to_thread(next, values, _END_OF_VALUES)
+    asked = asyncio.ensure_future(asyncio.to_thread(next, values, _END_OF_VALUES))
+    try:
+        return await asyncio.shield(asked)
+    except asyncio.CancelledError:  # a thread cannot be interrupted: the call ends behind what it does
+        await asyncio.wait((asked,))
+        raise
 
 
 def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None], call: Call) -> None:
-    """Run ``work`` of ``call`` on ``loop`` and wait for it here, in another thread."""
-    future = asyncio.run_coroutine_threadsafe(work, loop)
+    """Run ``work`` of ``call`` on ``loop`` and wait here, in another thread, until it has ended: cancelled as well."""
+    ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-    def cancel(_: object) -> None:
-        future.cancel()
+    def begin() -> None:
+        task = loop.create_task(work)
 
-    forget = call.on_cancel(cancel)
-    try:
-        future.result()
-    except concurrent.futures.CancelledError as error:
-        raise asyncio.CancelledError from error
-    finally:
-        forget()
+        def cancel(_: object) -> None:
+            task.cancel()
+
+        forget = call.on_cancel(cancel)
+
+        def tell(_: object) -> None:
+            forget()
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            ended.set_result(None) if error is None else ended.set_exception(error)
+
+        task.add_done_callback(tell)
+
+    loop.call_soon_threadsafe(begin)
+    ended.result()

@@ -139,10 +139,12 @@ class _InOneTask:
                 await self._values.aclose()
 
     async def close(self) -> None:
-        """End it, wherever it stands."""
-        if self._task is not None:
+        """End it, wherever it stands. Raises what its end raises."""
+        if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait((self._task,))
+            if not self._task.cancelled() and (error := self._task.exception()) is not None:
+                raise error
 
 
 def _through_json(value: Any) -> Any:

@@ -119,7 +119,7 @@ def error(problem: SllmError, *, as_json: bool) -> None:
     if as_json:
         body = problem.body()
         fields = {"code": body.code, "message": body.message, "retryable": body.retryable}
-        fields |= {key: found for key in ("field", "stage") if (found := getattr(body, key)) is not None}
+        fields |= {key: found for key in ("field", "stage", "detail") if (found := getattr(body, key)) is not None}
         _note(_json({"error": fields}, sys.stderr))
         return
     stage = f" ({problem.stage})" if problem.stage else ""

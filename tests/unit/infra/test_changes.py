@@ -142,3 +142,15 @@ def test_another_port_of_the_gateways_takes_the_target_group_that_is_listened_to
     change = module.plan(port=8700)[address]
     assert change["actions"] == ["create", "delete"]
     assert change["after"]["name"] != made["name"]
+
+
+@pytest.mark.timeout(600)
+def test_a_release_does_not_replace_the_target_group_of_gateways_that_serve(tmp_path: Path, sts: str) -> None:
+    """The listener would send to one in which no gateway is healthy yet. As the releases before named it."""
+    module = Module(tmp_path, "modules/gateway", sts)
+    address = "aws_lb_target_group.gateways"
+    made = module.plan()[address]["after"] | {"name": f"{module.given['name']}-gateway"}
+    arn = "arn:aws:elasticloadbalancing:us-east-1:123456789012:targetgroup/prod-gateway/0"
+    module.there("aws_lb_target_group", "gateways", {"": made | {"id": arn, "arn": arn}}, schema=0)
+    change = module.plan()[address]
+    assert change["actions"] in (["no-op"], ["update"]), change.get("replace_paths")

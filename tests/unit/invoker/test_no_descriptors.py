@@ -9,6 +9,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,9 @@ from sllm_invoker.loader import Loader
 from sllm_invoker.models import record
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_loaderd.client import LoaderSession
+from sllm_runtime.platform import wire
 from sllm_runtime.platform.owned import Tasks
+from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.invoker import SCRIPTED
 from tests.fixtures.loaderd import loaderd, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -113,3 +116,27 @@ async def test_chunks_that_cannot_be_brought_back_for_want_of_descriptors_end_no
         monkeypatch.undo()
         await tasks.close()
         await loader.close()
+
+
+async def test_a_worker_born_without_a_descriptor_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops what it cannot hand over."""
+    driver = ProcessDriver(dict(os.environ), argv=SCRIPTED, isolate=False)
+    await driver.start()
+    try:
+        first = await driver.create("a")
+        real: Any = vars(wire)["receive"]
+
+        def starved(*arguments: Any) -> Any:
+            with no_descriptors():
+                return real(*arguments)
+
+        monkeypatch.setattr(wire, "receive", starved)
+        with pytest.raises(Unavailable, match="no descriptor is left"):
+            await driver.create("b")
+        monkeypatch.undo()
+        third = await driver.create("c")
+        assert not first.exited.done()
+        await asyncio.gather(first.close(), third.close())
+    finally:
+        monkeypatch.undo()
+        await driver.close()

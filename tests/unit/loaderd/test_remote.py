@@ -211,6 +211,18 @@ def test_where_we_were_sent_to_is_left_when_it_fails(
         assert read(source, 100, 50) == data[100:150]
 
 
+def test_where_we_were_sent_to_is_tried_again_before_it_is_left(
+    server: RangeServer, tmp_path: Path, data: bytes
+) -> None:
+    """A hub that is down, or refuses more of its redirects, is not needed for what one cut connection lacks."""
+    with range_server(tmp_path) as mirror, opened(server) as source:
+        server.script.append(f"to {mirror.url}/weights.bin")
+        assert read(source, 0, 50) == data[:50]
+        server.script.extend(["status 503"] * 20)
+        mirror.script.append("cut 10")
+        assert read(source, 100, 50) == data[100:150]
+
+
 def test_what_was_registered_is_asked_for_by_its_tag(server: RangeServer) -> None:
     with opened(server, etag="abc") as source, pytest.raises(Conflict):
         read(source)

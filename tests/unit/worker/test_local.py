@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from sllm.cli.load import one as find
 from sllm_runtime.protocol.errors import InvalidArgument
+from sllm_runtime.worker import local
 from sllm_runtime.worker.local import run_local
 from tests.fixtures import command
 from tests.fixtures.waiting import GIVE_UP_S
@@ -140,3 +141,17 @@ def test_what_spans_a_yield_is_as_deployed(tmp_path: Path) -> None:
     (tmp_path / "bound.py").write_text(BOUND)
     with pytest.raises(TimeoutError):
         run_local(find(str(tmp_path / "bound.py")), {})
+
+
+async def test_what_a_generator_raises_when_it_is_closed_is_told() -> None:
+    async def fails_at_its_end() -> AsyncIterator[int]:
+        try:
+            yield 0
+            yield 1
+        finally:
+            raise RuntimeError("it cannot be written")
+
+    values = local._InOneTask(fails_at_its_end())
+    assert await values.next() == 0
+    with pytest.raises(RuntimeError, match="it cannot be written"):
+        await values.close()

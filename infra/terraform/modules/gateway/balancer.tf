@@ -33,7 +33,8 @@ resource "aws_lb" "this" {
 resource "aws_lb_target_group" "gateways" {
   # checkov:skip=CKV_AWS_378:gateways speak HTTP; TLS ends at the load balancer, and only its security group reaches them
   # By its port: another one's group is made before this one goes, which the listener sends to until then.
-  name                 = "${var.name}-${var.port}"
+  # The usual one's keeps the name that it always had: a group that is there is not replaced by a release.
+  name                 = "${var.name}-${var.port == 8600 ? "gateway" : var.port}"
   vpc_id               = var.vpc_id
   port                 = var.port
   protocol             = "HTTP"
