@@ -35,8 +35,8 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What the layout depends on. Nodes convert with the defaults, but for the size of their pools' chunks: where that is
-    the same they agree on the digest."""
+    """What the layout depends on. Nodes convert with the defaults, but for the size of their pools' chunks: where that
+    is the same they agree on the digest."""
 
     chunk_bytes: int = CHUNK_BYTES
     min_block: int = MIN_BLOCK
