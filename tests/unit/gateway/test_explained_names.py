@@ -1,4 +1,4 @@
-"""What is wrong of a union's branch has the value once for each name that lacks: that has to have room."""
+"""What is wrong of a union's branch has the value once for each name that lacks, or once: that has to have room."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ MODEL: dict[str, Any] = {"type": "object", "properties": PROPERTIES, "required":
 SCHEMA = {"type": "object", "properties": {"x": {"anyOf": [MODEL, {"type": "null"}]}}, "required": ["x"]}
 
 
-def test_of_a_branch_with_many_names_no_more_is_told_than_has_room() -> None:
+NEVER: dict[str, Any] = {"type": "object", "properties": {"x": {"anyOf": [False] * 300}}, "required": ["x"]}
+"""A branch that is ``false`` says so of the value as any other does."""
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, NEVER])
+def test_of_what_nothing_fits_no_more_is_told_than_has_room(schema: dict[str, Any]) -> None:
     body = json.dumps({"x": {"junk": "a" * 1_300_000}}).encode()
-    arguments = Arguments(SCHEMA)
+    arguments = Arguments(schema)
     with growth() as grown, pytest.raises(InvalidArgument):
         arguments.check_now(body)
     assert grown.nbytes < 30 * EXPLAINED_BYTES, f"{grown.nbytes >> 20} MiB"

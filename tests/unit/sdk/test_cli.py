@@ -839,21 +839,22 @@ def test_what_is_no_name_is_never_asked(gateway: Gateway, words: tuple[str, ...]
     assert gateway.asked == []
 
 
+NAMING = [
+    ("events", "--function"),
+    ("events", "--call"),
+    ("events", "--kind"),
+    ("call", "list", "--function"),
+    ("call", "list", "--state"),
+    ("call", "list", "--after"),
+    ("fn", "logs", "chat", "--call"),
+    ("migrate", "i1", "--to"),
+    ("model", "pull", "aaaa", "--to"),
+]
+"""Commands that end in an option which names something."""
+
+
 @pytest.mark.parametrize("name", ["\udcff\udcfe", "a" * 70_000])
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("events", "--function"),
-        ("events", "--call"),
-        ("events", "--kind"),
-        ("call", "list", "--function"),
-        ("call", "list", "--state"),
-        ("call", "list", "--after"),
-        ("fn", "logs", "chat", "--call"),
-        ("migrate", "i1", "--to"),
-        ("model", "pull", "aaaa", "--to"),
-    ],
-)
+@pytest.mark.parametrize("words", NAMING)
 def test_what_is_no_name_is_no_question_either(gateway: Gateway, words: tuple[str, ...], name: str) -> None:
     done = here(*words, name)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -1111,20 +1112,7 @@ def test_what_a_function_raises_here_is_one_object_for_a_program(tmp_path: Path)
     assert refused(here(*run, "--json"))["code"] == "function_error"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("events", "--function"),
-        ("events", "--call"),
-        ("events", "--kind"),
-        ("call", "list", "--function"),
-        ("call", "list", "--state"),
-        ("call", "list", "--after"),
-        ("fn", "logs", "chat", "--call"),
-        ("migrate", "i1", "--to"),
-        ("model", "pull", "aaaa", "--to"),
-    ],
-)
+@pytest.mark.parametrize("words", NAMING)
 def test_what_is_empty_is_no_wish_for_everything(gateway: Gateway, words: tuple[str, ...]) -> None:
     """A variable of a script that is not set: ``--call "$CALL"`` asks for one call, ``--to "$NODE"`` names a node."""
     done = here(*words, "")
