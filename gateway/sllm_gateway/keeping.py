@@ -40,11 +40,11 @@ from sllm_runtime.protocol.errors import (
     SllmError,
     Unavailable,
 )
-from sllm_runtime.protocol.http import CALL_ID
+from sllm_runtime.protocol.http import CALL_ID, IDEMPOTENCY_KEY, PromisedView
 from sllm_runtime.protocol.node import Progress
 from sllm_runtime.protocol.states import CallState
 
-_KEY: Final = re.compile(rb"[\x20-\x7e]{1,255}")
+_KEY: Final = re.compile(IDEMPOTENCY_KEY.encode())
 _AGAIN_S: Final = 0.1
 _WRITTEN_S: Final = CLAIMED_S / 4
 """A call that has just claimed its key is written within that time, or will not be."""
@@ -183,7 +183,8 @@ class Keeping:
             (b"preference-applied", b"respond-async"),
             (CALL_ID.lower().encode(), order.call.encode()),
         ]
-        await answer(send, 202, headers, msgspec.json.encode({"id": order.call, "state": state.value}))
+        view = PromisedView(id=order.call, state=state.value)
+        await answer(send, 202, headers, view.model_dump_json().encode())
 
     # --- reading ----------------------------------------------------------------------------------
     async def events(self, order: CallOrder, scope: Scope, send: Send, *, last: int, at_once: bool = True) -> None:

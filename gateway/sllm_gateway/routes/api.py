@@ -35,6 +35,8 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.http import (
     API,
+    MODEL_DIGEST,
+    NODE_WISHES,
     DeletedView,
     FunctionListView,
     MigrateRequest,
@@ -57,7 +59,6 @@ POLLED_S = ANSWER_S + limits.LONG_POLL_S
 """For one long poll of those verbs."""
 MAX_JSON = 2 * 2**20
 _YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
-_DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{4,64}\Z")
 
 
 def shown(view: BaseModel, status: int = 200) -> Response:
@@ -106,7 +107,7 @@ def flag_of(request: Request, key: str) -> bool:
 def digest_of(request: Request) -> str:
     """The model's digest in the path, or its first digits. Raises ``InvalidRequest``."""
     digest: str = request.path_params["digest"].lower()
-    if not _DIGEST.match(digest):
+    if not re.fullmatch(MODEL_DIGEST, digest):
         raise InvalidRequest(f"{quoted(digest)} is no digest: give at least 4 hex digits", field="digest")
     return digest
 
@@ -236,7 +237,7 @@ class Api:
     async def cordon(self, request: Request) -> Response:
         """``cordon``, ``uncordon`` or ``drain``: what is decided of a node from now on."""
         wish, name = request.path_params["wish"], request.path_params["node"]
-        if wish not in ("cordon", "uncordon", "drain"):
+        if wish not in NODE_WISHES:
             raise NotFound(f"a node is not {quoted(wish)}: POST cordon, uncordon or drain")
         verb = ctl.Cordon(node=name, cordoned=wish == "cordon", drain=wish == "drain")
         return shown(views.node(await self._controller.ask("cordon", verb, ctl.NodeInfo)))

@@ -33,7 +33,7 @@ from sllm_runtime.protocol.calls import (
 )
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import CallNotFound, DeadlineExceeded, InvalidRequest, Unavailable
-from sllm_runtime.protocol.http import CALLS, CallListView, CallView, CancelledView
+from sllm_runtime.protocol.http import CALLS, MOST_CALLS, SOME_CALLS, CallListView, CallView, CancelledView
 from sllm_runtime.protocol.lives import BEAT_S, SILENT_BEATS
 from sllm_runtime.protocol.node import Ok
 from sllm_runtime.protocol.states import CALL, CallState, final
@@ -44,7 +44,6 @@ ASK_S: Final = 1.0
 """A gateway that has the call answers within this."""
 HEARD_S: Final = 2 * BEAT_S * SILENT_BEATS
 """A gateway that is not heard for half of it is taken for dead, and its calls are gone on with."""
-MOST: Final = 1000
 _JSON: Final = [(b"content-type", b"application/json")]
 
 
@@ -106,9 +105,9 @@ class CallRoutes:
     async def list(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = Request(scope, receive).query_params
         function, state, after = query.get("function") or None, query.get("state"), query.get("after", "")
-        limit = query.get("limit", "100")
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 19) or not 1 <= int(limit) <= MOST:
-            raise InvalidRequest(f"limit must be between 1 and {MOST}", field="limit")
+        limit = query.get("limit", str(SOME_CALLS))
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 19) or not 1 <= int(limit) <= MOST_CALLS:
+            raise InvalidRequest(f"limit must be between 1 and {MOST_CALLS}", field="limit")
         if state is not None and state not in CallState.__members__:
             raise InvalidRequest(f"state must be one of {', '.join(CallState.__members__)}", field="state")
         # One more than is shown: whether there is more.

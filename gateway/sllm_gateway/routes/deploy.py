@@ -35,6 +35,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.http import (
     API,
+    BUNDLE_DIGEST,
     REQUEST_ID,
     BundleView,
     DeployRequest,
@@ -45,7 +46,6 @@ from sllm_runtime.protocol.http import (
 )
 from sllm_runtime.protocol.node import Progress
 
-_HEX = re.compile(r"^(?:sha256:)?([0-9a-f]{64})\Z")
 _JSON = [(b"content-type", b"application/json")]
 
 
@@ -172,7 +172,7 @@ class _Put:
         self._owner = owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _HEX.match(scope["path_params"]["digest"])
+        found = re.fullmatch(BUNDLE_DIGEST, scope["path_params"]["digest"])
         if not found:
             raise InvalidRequest("a bundle is named by its sha-256: 64 hex digits", field="digest")
         digest = f"sha256:{found.group(1)}"

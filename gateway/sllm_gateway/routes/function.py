@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from typing import Final
 
 from sllm_gateway.arguments import given
 from sllm_gateway.asgi import Receive, Scope, Send
@@ -14,8 +13,7 @@ from sllm_gateway.outputs import FunctionBody, FunctionStream
 from sllm_gateway.routes.calling import Caller, wants_events
 from sllm_gateway.table import Version
 from sllm_runtime.protocol.errors import VersionNotFound
-
-VERSION: Final = re.compile(r"v[1-9][0-9]{0,8}\Z")
+from sllm_runtime.protocol.http import VERSION_PART
 
 
 class FunctionRoute:
@@ -56,6 +54,6 @@ class FunctionRoute:
         name, number = path["name"], path.get("version")
         if number is None:
             return await self._caller.lookup.find(name)
-        if not VERSION.match(number):
+        if not re.fullmatch(VERSION_PART, number):
             raise VersionNotFound(f"{quoted(number)} is no version; write /fn/{quoted(name)[1:-1]}/v<n>")
         return await self._caller.lookup.find(name, int(number[1:]))

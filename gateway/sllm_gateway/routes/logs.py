@@ -25,13 +25,11 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest, ProtocolError
 from sllm_runtime.protocol.events import KINDS, Event, LogRecord
-from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.http import API, CALL_PART, MOST_LINES, SOME_LINES
 from sllm_runtime.protocol.manifest import NAME
 
-MOST_LINES = 10_000
 LATEST = 2.0**33
 """Of a Unix time that a query may give: some centuries from now, and nothing that a date cannot hold."""
-_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 BACK = 8
 """Who wants the last of some of a stream's messages reads so many times as many when what was read had too few."""
 AT_FIRST = 256
@@ -102,7 +100,7 @@ class _Endpoint:
 
 
 class _Query(msgspec.Struct, frozen=True):
-    limit: int = 1000
+    limit: int = SOME_LINES
     follow: bool = False
     since: float | None = None
     after: int | None = None
@@ -146,9 +144,9 @@ class _About(msgspec.Struct, frozen=True):
         found = cls(*(query.get(key, "") for key in cls.__struct_fields__))
         if found.kind and found.kind not in KINDS:
             raise InvalidRequest(f"no event is of kind {quoted(found.kind)}: {', '.join(sorted(KINDS))}", field="kind")
-        for key, pattern in (("function", NAME), ("call", _ID)):
+        for key, pattern in (("function", NAME), ("call", CALL_PART)):
             given = getattr(found, key)
-            if given and not pattern.fullmatch(given):
+            if given and not re.fullmatch(pattern, given):
                 raise InvalidRequest(f"{key} cannot be {quoted(given)}", field=key)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from pathlib import Path
 
@@ -61,6 +62,12 @@ class DirectorySource:
         return sorted(place.iterdir()) if place.is_dir() else gguf_parts(place)
 
     def _existing(self) -> Path:
-        if not self._path.is_dir() and not (self._path.suffix == ".gguf" and self._path.is_file()):
+        try:
+            there = self._path.is_dir() or (self._path.suffix == ".gguf" and self._path.is_file())
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            there = False  # no other node can have it either
+        if not there:
             raise ModelNotFound(f"model directory {self._path} is not there on this node", field="model")
         return self._path

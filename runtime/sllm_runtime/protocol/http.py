@@ -22,6 +22,20 @@ API: Final = "/api/v1"
 CALLS: Final = "/v1/calls"
 REQUEST_ID: Final = r"^[0-9a-f]{32}$"
 """What names a deployment that goes on."""
+VERSION_PART: Final = r"^v[1-9][0-9]{0,8}$"
+MODEL_DIGEST: Final = r"^(sha256:)?[0-9a-f]{4,64}$"
+"""The first digits do."""
+BUNDLE_DIGEST: Final = r"^(?:sha256:)?([0-9a-f]{64})$"
+CALL_PART: Final = r"^[A-Za-z0-9_-]{1,80}$"
+IDEMPOTENCY_KEY: Final = r"^[\x20-\x7e]{1,255}$"
+"""Of parts of a path or a query, and of a header: to be matched whole (``fullmatch``)."""
+NODE_WISHES: Final = ("cordon", "uncordon", "drain")
+MOST_CALLS: Final = 1000
+SOME_CALLS: Final = 100
+"""Calls of a page: at most, and where it is not said."""
+MOST_LINES: Final = 10_000
+SOME_LINES: Final = 1000
+"""Lines of a log, or events, from before: at most, and where it is not said."""
 
 MOST_VERSIONS: Final = 2**31
 """No function has more."""
@@ -425,6 +439,13 @@ class UsageView(Frozen):
     prompt: int
     completion: int
     cached: int
+
+
+class PromisedView(Frozen):
+    """202 for who prefers ``respond-async``: the call is kept, and found at ``/v1/calls/{id}``."""
+
+    id: str
+    state: str
 
 
 class CallView(Frozen):

@@ -15,7 +15,8 @@ from nats.aio.msg import Msg
 from sllm.sse import Event, Parser
 from sllm_gateway import controller, views
 from sllm_gateway.app import running
-from sllm_gateway.openapi import OPERATIONS, document
+from sllm_gateway.openapi import document
+from sllm_gateway.operations import OPERATIONS
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform import bundles, trace
 from sllm_runtime.platform.owned import end
@@ -33,7 +34,7 @@ from sllm_runtime.protocol.errors import (
 )
 from sllm_runtime.protocol.events import Event as Happened
 from sllm_runtime.protocol.events import LogRecord
-from sllm_runtime.protocol.http import API, EVENT_STREAM
+from sllm_runtime.protocol.http import API, CALLS, EVENT_STREAM
 from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, MAX_BUNDLE, TOLD_AFTER_S
 from sllm_runtime.protocol.node import (
     DeviceMemory,
@@ -853,6 +854,43 @@ def test_the_openapi_document_says_what_bodies_are() -> None:
     assert "application/octet-stream" in paths[f"{API}/bundles/{{digest}}"]["put"]["requestBody"]["content"]
     assert "required" not in schemas["RollbackRequest"], "what has a default may be left out"
     assert schemas["DeployRequest"]["required"] == ["manifest", "bundle", "bundle_bytes"]
+
+
+def test_the_openapi_document_says_what_clients_are_made_from() -> None:
+    """Each method has a name of its own, a bound where the route has one, and no body where none is needed."""
+    paths = document()["paths"]
+    methods = [method for path in paths.values() for method in path.values()]
+    names = [method["operationId"] for method in methods]
+    assert len(names) == len(set(names)) == len(OPERATIONS)
+    schemas = {
+        (each["name"], place): each["schema"]
+        for place, path in paths.items()
+        for method in path.values()
+        for each in method["parameters"]
+    }
+    assert schemas["limit", CALLS] == {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}
+    assert schemas["limit", f"{API}/events"] == {"type": "integer", "minimum": 0, "maximum": 10_000, "default": 1000}
+    assert schemas["detail", f"{API}/nodes"]["type"] == "boolean"
+    assert schemas["wish", f"{API}/nodes/{{node}}/{{wish}}"]["enum"] == ["cordon", "uncordon", "drain"]
+    digest = schemas["digest", f"{API}/models/{{digest}}"]
+    assert jsonschema_rs.is_valid(digest, "sha256:0af1")
+    assert not jsonschema_rs.is_valid(digest, "0af")
+    needed = {
+        method["operationId"]: method["requestBody"].get("required", False)
+        for method in methods
+        if "requestBody" in method
+    }
+    assert needed["deploy_function"]
+    assert not any(needed[name] for name in ("warm_function", "rollback_function", "migrate_instance"))
+
+
+@pytest.mark.parametrize("path", ["/fn/{name}", "/fn/{name}/{version}", "/v1/completions", "/v1/chat/completions"])
+def test_the_openapi_document_says_how_a_call_is_kept(path: str) -> None:
+    called = document()["paths"][path]["post"]
+    headers = {each["name"] for each in called["parameters"] if each["in"] == "header"}
+    assert headers == {"Idempotency-Key", "Prefer", "traceparent"}
+    promised = called["responses"]["202"]["content"]["application/json"]["schema"]
+    assert promised == {"$ref": "#/components/schemas/PromisedView"}
 
 
 def test_what_is_answered_is_as_the_openapi_document_says() -> None:

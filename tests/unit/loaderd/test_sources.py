@@ -168,6 +168,8 @@ def test_a_directory_is_taken_where_it_stands_and_its_fingerprint_changes_with_i
     assert source.fingerprint() != before
     with pytest.raises(ModelNotFound, match="is not there on this node"):
         open_source(str(tmp_path / "none")).fingerprint()
+    with pytest.raises(ModelNotFound, match="is not there on this node"):  # a name that no file can have
+        open_source(str(tmp_path / ("n" * 300))).fingerprint()
 
 
 @pytest.mark.parametrize("direct", [True, False])
