@@ -93,7 +93,14 @@ class Calls:
             self._link, self.dispatcher, self._ending, settings.window, clock, self._tasks, tell, on_place
         )
         self._delivery = Delivery(
-            self._open, self._link, self._handover, self._ending, self._moves, settings.max_output, clock
+            self._open,
+            self._link,
+            self._handover,
+            self._ending,
+            self._moves,
+            settings.max_output,
+            settings.all_outputs(),
+            clock,
         )
         self._presence = Presence(
             bus,

@@ -54,8 +54,7 @@ class Controller:
             ) from error
         except DeadlineExceeded as error:
             raise NoController(
-                f"no controller has answered {verb!r} within {timeout_s:g} s: it may have been done, and asked again it"
-                " is done once",
+                f"no controller has answered {verb!r} within {timeout_s:g} s: it may have been done, {_again(request)}",
                 retry_after_s=CONTROLLER_WAIT_S,
             ) from error
 
@@ -132,3 +131,10 @@ class Controller:
                 yield shown
             if self._clock() - began < AGAIN_S:
                 await asyncio.sleep(AGAIN_S)
+
+
+def _again(request: msgspec.Struct) -> str:
+    """What becomes of it when it is asked again."""
+    if isinstance(request, ctl.Rollback) and request.version is None:
+        return "and asked again under another name it goes one version further back"
+    return "and asked again it is done once"

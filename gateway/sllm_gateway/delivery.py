@@ -26,7 +26,8 @@ FRAME_BYTES: Final = 32
 
 
 class Delivery:
-    """The link's ``Receiver``. ``max_output``: bytes of an answer that is not streamed."""
+    """The link's ``Receiver``. ``max_output``: bytes of an answer that is not streamed; ``all_outputs``: of all of
+    them."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Delivery:
         ending: Ending,
         moves: Moves,
         max_output: int,
+        all_outputs: int,
         clock: Callable[[], float],
     ) -> None:
         self._calls = calls
@@ -43,7 +45,7 @@ class Delivery:
         self._handover = handover
         self._ending = ending
         self._moves = moves
-        self._max_output = max_output
+        self._max_output, self._all_outputs = max_output, all_outputs
         self._clock = clock
         self._arrivals = Arrivals(ending.fail, clock)
 
@@ -146,8 +148,14 @@ class Delivery:
         """It is to be whole: collected here, and bounded."""
         binding.inbox.consume(cost)
         nbytes = call.buffered - len(call.frames) * limits.FRAME_COST
-        if why := too_large(nbytes, len(call.frames), self._max_output):
+        self._calls.collects(call, nbytes)
+        why = too_large(nbytes, len(call.frames), self._max_output)
+        if not why and self._calls.collected > self._all_outputs:
+            why = f"has no room: those that this gateway collects have {self._all_outputs} bytes together"
+        if why:
             self._ending.fail(call, OutputTooLarge(f"the answer {why}; stream it, or answer less"))
+            call.frames.clear()
+            self._calls.collects(call, 0)  # for the others, at once
 
     def on_restart(self, node: str) -> None:
         """A node was started anew. It answers ``Unknown`` for the calls it has lost."""

@@ -135,7 +135,7 @@ class Handover:
             call.numerics = call.numerics or binding.entry.fingerprint
             call.exact = call.exact and binding.entry.exact
             call.go(CallState.RUNNING)
-            if call.attempts == 1 and call.marks.started is not None:
+            if call.marks.started is not None and call.marks.started.instance == binding.instance:
                 self._tell(Kind.CALL_COLD, call, f"began after {call.due - call.order.accepted:.2f} s")
 
     def _refused(self, call: Call, binding: Binding, status: str, note: str) -> None:

@@ -254,7 +254,11 @@ class Move:
         call, epoch, known = self.binding.call, self.binding.epoch, self._kept.known(generation)
         first = self._reached.get(generation, 0)
         starts = range(first, len(known), FEED_IDS) or ((first,) if ended else ())
-        feeds = [Feed(call, epoch, generation, at, tuple(known[at : at + FEED_IDS]), held=True) for at in starts]
+        cached = self._kept.cached_of(generation)
+        feeds = [
+            Feed(call, epoch, generation, at, tuple(known[at : at + FEED_IDS]), held=True, cached=cached)
+            for at in starts
+        ]
         if ended:
             feeds[-1] = msgspec.structs.replace(feeds[-1], ended=True)
         return feeds

@@ -15,6 +15,8 @@ class OpenCalls:
         self._calls: dict[str, Call] = {}
         self._of: dict[tuple[str, int], dict[str, Call]] = {}
         """Those of each version that has any."""
+        self.collected = 0
+        """Bytes of the answers that are collected here to be whole, all calls together."""
         self.some = asyncio.Event()
         """Set while there are calls."""
         self.none = asyncio.Event()
@@ -42,10 +44,16 @@ class OpenCalls:
         self.some.set()
         self.none.clear()
 
+    def collects(self, call: Call, nbytes: int) -> None:
+        """So much of its answer is here."""
+        self.collected += nbytes - call.collected
+        call.collected = nbytes
+
     def discard(self, call: Call) -> bool:
         """Whether ``call`` was open; it no longer is."""
         known = self._calls.get(call.id) is call
         if known:
+            self.collects(call, 0)
             del self._calls[call.id]
             of = self._of[call.version.key]
             del of[call.id]

@@ -81,10 +81,10 @@ class Resumption:
             return
         if ids.ended:
             self._ended.add(ids.generation)
-        if not ids.ids or self._count + len(ids.ids) > MOST_IDS or not 0 <= min(ids.ids) <= max(ids.ids) < ID_END:
-            return
         if ids.cached is not None and 0 <= ids.cached < ID_END:
             self._cached.setdefault(ids.generation, ids.cached)
+        if not ids.ids or self._count + len(ids.ids) > MOST_IDS or not 0 <= min(ids.ids) <= max(ids.ids) < ID_END:
+            return
         known = self._ids.setdefault(ids.generation, [])
         if ids.first <= len(known):
             more = ids.ids[len(known) - ids.first :]
@@ -114,6 +114,10 @@ class Resumption:
     def cached(self) -> tuple[int | None, ...]:
         """Of each generation, as ``CallHead.cached``."""
         return tuple(self._cached.get(number) for number in range(max(self._cached, default=-1) + 1))
+
+    def cached_of(self, generation: int) -> int | None:
+        """As ``Feed.cached``."""
+        return self._cached.get(generation)
 
     @property
     def ended(self) -> tuple[int, ...]:

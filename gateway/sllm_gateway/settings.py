@@ -36,6 +36,8 @@ class GatewaySettings(Settings):
     otherwise send a request into a connection that is being closed, and tell its client of a bad gateway."""
     max_output: int = Field(default=limits.MAX_BODY, gt=0)
     """Largest answer that is not streamed."""
+    outputs: int = Field(default=0, ge=0)
+    """What all of these that are collected may take together. 0: see ``all_outputs``."""
     max_bundle: int = Field(default=limits.MAX_BUNDLE, gt=0, le=limits.MAX_BUNDLE)
     """SDK, controller and workers take none that is larger than the default."""
     window: int = Field(default=limits.WINDOW, ge=2 * limits.MAX_PART)
@@ -52,6 +54,10 @@ class GatewaySettings(Settings):
     def all_bodies(self) -> int:
         """``bodies``, or a quarter of the memory and four of the largest at least; the largest has room in any case."""
         return max(self.bodies or max(memory() // 4, 4 * self.max_body), self.max_body)
+
+    def all_outputs(self) -> int:
+        """``outputs``, or a quarter of the memory and four of the largest at least; the largest has room anyway."""
+        return max(self.outputs or max(memory() // 4, 4 * self.max_output), self.max_output)
 
     def token(self) -> str | None:
         """The bearer tokens, one a line. Raises ``InvalidRequest`` for a file that has none, or a public address

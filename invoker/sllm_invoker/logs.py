@@ -184,11 +184,11 @@ class InstanceLog:
         self._bucket = TokenBucket(LINES_PER_S, BURST_LINES)
         self._dropped = 0
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        """The last lines of stderr."""
+        """The last lines of stderr, as its processes wrote them."""
 
     def line(self, stream: str, text: str, *, level: str = "info", call: str | None = None) -> None:
         """One line, or the text of one message."""
-        if stream == "stderr":
+        if stream == "stderr" and level != "error":  # that is what a call was told that has ended
             self.tail.append(text[:500])
         if not self._bucket.take(1 + len(text) / LINE_BYTES, self._clock()):
             self._dropped += 1

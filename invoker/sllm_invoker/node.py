@@ -95,6 +95,11 @@ class Node:
         clock = time.monotonic
         self._announcer = Announcer(bus, "node", clock, time.time)
         self._loader_there = False
+        self._outages = 0
+        """How often NATS has gone away."""
+        self._heard = asyncio.Event()
+        """Set while it is there."""
+        self._heard.set()
         self._labels = machine.parse_labels(settings.labels)
         self._reporter = Reporter(self._compose, self._publish_status)
         self._loader = Loader(settings.loaderd_socket, self._storage_changed)
@@ -163,6 +168,8 @@ class Node:
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._loader.close)
             stack.push_async_callback(self._driver.close)
+            stack.callback(self._bus.on_disconnect(self._gone))
+            stack.callback(self._bus.on_reconnect(self._heard.set))
             self._tasks.start(self._listen(), "namesake")
             await self._driver.start()
             for name, work in (
@@ -177,9 +184,12 @@ class Node:
                 self._tasks.start(work, name)
             stack.push_async_callback(self._end)
             await self._loader.there(self._settings.loader_wait)
-            await self._namesake.sought(self._settings.name_wait)
+            stopped = self._tasks.start(_wait(stop), "stop")
+            await self._look(stopped)
             if self._failure.done():
                 self._failure.result()
+            if stop.is_set():
+                return
             self._namesake.takes_part = True
             await self._serve(stack)
             stack.push_async_callback(self._presence.close)
@@ -187,7 +197,6 @@ class Node:
             self._tasks.start(self._reporter.run(), "report")
             on_ready()
             self._announcer.tell(Kind.NODE_STARTED, f"life {self._boot}", node=self._node)
-            stopped = self._tasks.start(_wait(stop), "stop")
             await asyncio.wait({stopped, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if not self._failure.done():
                 await self._leave()
@@ -222,6 +231,22 @@ class Node:
         if not self._failure.done():
             self._failure.set_exception(error)
 
+    def _gone(self) -> None:
+        self._outages += 1
+        self._heard.clear()
+
+    async def _look(self, stopped: asyncio.Task[None]) -> None:
+        """Until whoever lives under this name would have been heard, or this one is to end: while NATS is away nobody
+        is."""
+        while not (self._failure.done() or stopped.done()):
+            before = self._outages
+            await self._namesake.sought(self._settings.name_wait)
+            if not self._settings.name_wait or (self._heard.is_set() and self._outages == before):
+                return
+            there = self._tasks.start(_wait(self._heard), "NATS is there")
+            await asyncio.wait({there, stopped, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            there.cancel()
+
     async def _listen(self) -> None:
         """Two of one name are found as one of them begins, mostly before it takes part."""
         try:
@@ -229,7 +254,10 @@ class Node:
         finally:
             self._namesake.listens()  # or it has failed: who waits for that looks
         try:
-            await asyncio.sleep(LISTENS_S)
+            before = -1
+            while before != self._outages:
+                before = self._outages
+                await asyncio.sleep(LISTENS_S)
         finally:
             await reports.unsubscribe()
 
@@ -374,5 +402,5 @@ class Node:
         )
 
 
-async def _wait(stop: asyncio.Event) -> None:
-    await stop.wait()
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()

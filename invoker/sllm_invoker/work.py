@@ -175,7 +175,8 @@ class Work:
     def tell_ids(self, call: Call, item: Feed) -> None:
         """Ids that the call has where it comes from. Repeatable. Those of calls that move together go together: the
         worker's engine computes them in one step."""
-        self._tell_soon(FeedCall(call.number, item.generation, item.first, item.ids, item.held, item.ended))
+        told = (item.generation, item.first, item.ids, item.held, item.ended, item.cached)
+        self._tell_soon(FeedCall(call.number, *told))
 
     def hold(self, call: Call, interval_s: float) -> None:
         """The call is to draw no more, or only a token each ``interval_s``. Repeatable. Those that move together are

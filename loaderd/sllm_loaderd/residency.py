@@ -202,7 +202,15 @@ class Residency(Residents):
         """The copy of a partition that lacks what nobody brings just now: the caller, who wants its place on the disk,
         stops it. A later load begins it anew."""
         resident = self.find(digest, rank)
-        if resident is None or resident.tasks or resident.feeding:
+        return None if resident is None else self._given_up(resident)
+
+    def all_given_up(self) -> list[WriteBack]:
+        """As ``given_up``, of every partition."""
+        found = [self._given_up(resident) for resident in self._residents.values()]
+        return [write_back for write_back in found if write_back is not None]
+
+    def _given_up(self, resident: Resident) -> WriteBack | None:
+        if resident.tasks or resident.feeding:
             return None
         write_back = resident.write_back
         if write_back is None or not write_back.waiting:

@@ -25,10 +25,12 @@ from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
 from sllm_runtime.protocol import ctl, limits
 from sllm_runtime.protocol.errors import (
+    DeadlineExceeded,
     FunctionNotFound,
     InvalidManifest,
     InvalidRequest,
     MalformedJson,
+    NoController,
     NodeNotFound,
     NotFound,
     SllmError,
@@ -155,7 +157,12 @@ class Api:
         wanted = await body_of(request, RollbackRequest, self._settings.body_timeout)
         by = wanted.request or uuid4().hex
         verb = ctl.Rollback(function=name_of(request), version=wanted.version, request=by)
-        info = await self._controller.ask("rollback", verb, ctl.FunctionInfo)
+        try:
+            info = await self._controller.ask("rollback", verb, ctl.FunctionInfo)
+        except NoController as error:
+            if isinstance(error.__cause__, DeadlineExceeded) and wanted.version is None and wanted.request is None:
+                error.retryable, error.retry_after_s = False, None  # whoever sends the same again goes back twice
+            raise
         if info.record.active is not None:
             await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
         return shown(views.function(await self._controller.function(info.record.function) if info.next else info))

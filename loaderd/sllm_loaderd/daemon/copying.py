@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from sllm_loaderd.daemon.registration import Report
@@ -11,6 +12,7 @@ from sllm_loaderd.reader import close_all
 from sllm_loaderd.ssd.fill import Fill
 from sllm_loaderd.ssd.write import CopyWrite
 from sllm_loaderd.store import StoredModel
+from sllm_loaderd.write_back import WriteBack
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint, Unavailable
 from sllm_runtime.protocol.quantities import show_bytes
@@ -74,6 +76,9 @@ class Copying:
             if (half := service.residency.given_up(digest, rank)) is not None:
                 await finished(half.stop)  # which removes a file as large as the partition
             write = await opened(lambda: ssd.begin(model, rank, wanted=True), _abandon)
+            if write is None and (halves := service.residency.all_given_up()):  # of other models
+                await finished(partial(_stop, halves))
+                write = await opened(lambda: ssd.begin(model, rank, wanted=True), _abandon)
             if write is None:
                 self._refused(model, rank)
                 return
@@ -97,6 +102,11 @@ class Copying:
             f"the SSD tier has no room for {show_bytes(model.index.partitions[rank].nbytes)} of {digest[:19]}:"
             f" {show_bytes(used)} of {show_bytes(limit)} are in use; raise --ssd-bytes, or delete models there"
         )
+
+
+def _stop(halves: list[WriteBack]) -> None:
+    for half in halves:
+        half.stop()
 
 
 def _abandon(write: CopyWrite | None) -> None:

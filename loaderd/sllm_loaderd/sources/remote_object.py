@@ -8,7 +8,7 @@ from typing import Final
 from urllib.parse import urljoin
 
 from sllm_loaderd.sources import Entry
-from sllm_loaderd.sources.attempts import MOVED, TryAgain, changed
+from sllm_loaderd.sources.attempts import GAIN, MOVED, TryAgain, changed
 from sllm_loaderd.sources.connection import Connection, Head
 from sllm_loaderd.sources.remote import Remote, Span
 from sllm_runtime.protocol.errors import CorruptCheckpoint, SllmError, Unavailable
@@ -48,19 +48,22 @@ class RemoteObject:
 
     def _attempt(self, span: Span, failed: set[str]) -> None:
         """One range request for what is left of ``span``; where the server moves us to is remembered, until it has
-        failed twice for it."""
+        failed twice for it, as ``Attempts`` counts."""
         for hop in range(self._remote.limits.redirects + 1):
             at = self._at
             moved: list[str] = []
-            what = self._what(span)
+            what, before = self._what(span), span.done
 
             take = functools.partial(self._take, span, what, moved)
             try:
                 self._remote.exchange("GET", at, self._headers(span), what, take)
             except TryAgain:
-                if at in failed:  # not for one cut alone: who sent us there may be down, or count what it is asked
+                if span.done - before >= GAIN:
+                    failed.discard(at)
+                elif at in failed:  # not for one cut alone: who sent us there may be down, or count what it is asked
                     self._at = self._url  # it may send us elsewhere by now
-                failed.add(at)
+                else:
+                    failed.add(at)
                 raise
             except SllmError:
                 if at == self._url or hop:  # where we have just been sent to

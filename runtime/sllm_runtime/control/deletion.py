@@ -17,13 +17,15 @@ from sllm_runtime.control.view import View
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.ctl import Delete
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import Conflict, Unavailable
 from sllm_runtime.protocol.limits import LONG_POLL_S
 from sllm_runtime.protocol.node import Ok
 
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
+CLOCKS_S: Final = 5.0
+"""The clocks of two controllers may be so far apart."""
 
 
 class Deletions:
@@ -45,8 +47,9 @@ class Deletions:
                 self._start(record.function)
 
     async def delete(self, request: Delete) -> Ok:
-        """Long poll: ``deleted``, or after LONG_POLL_S ``draining: …``; ask again. Raises ``FunctionNotFound``,
-        ``Unavailable`` where it cannot be stored that it goes."""
+        """Long poll: ``deleted``, or after LONG_POLL_S ``draining: …``; ask again. Raises ``FunctionNotFound``;
+        ``Conflict`` where it is not known whether what is there is what was meant; ``Unavailable`` where it cannot be
+        stored that it goes."""
         name, known = request.function, self._loop.view.functions.get(request.function)
         if (request.again and known is None) or (request.begun and (known is None or not known.deleting)):
             return Ok(note="deleted")
@@ -54,6 +57,9 @@ class Deletions:
             now = time.time()
             if made_since(self._loop.view, name, now - request.age_s, now):
                 return Ok(note="deleted")
+            if made_since(self._loop.view, name, now - request.age_s - CLOCKS_S, now):
+                text = f"function {name!r} is a few seconds old: it may be another one than was asked to be deleted"
+                raise Conflict(f"{text}, and which may be gone; delete it again if it is to go")
         await self._loop.commit(lambda view: leaving(view, name, force=request.force))
         done = self._start(name)
         try:

@@ -68,6 +68,8 @@ class Deployments:
         self._known: dict[str, Deployment] = {}
         self._withdrawn: dict[str, float] = {}
         """Requests called back before they came, with the time; forgotten after KEEP_S."""
+        self.secrets = asyncio.Lock()
+        """Held while a secret goes, and from when those of a version are looked for until it is known to need them."""
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: Counter[str] = Counter()
         self._tasks = Tasks("deployments")
@@ -177,7 +179,11 @@ class Deployments:
         version = self._version(request, needed, digest)
         key = (version.function, version.version)
         try:
-            await self._loop.commit(lambda view: registry.create(view, version, needed.model, needed.adapters.values()))
+            async with self.secrets:  # its model may have been made ready for long
+                await self._vault.read(request.manifest.secrets)
+                await self._loop.commit(
+                    lambda view: registry.create(view, version, needed.model, needed.adapters.values())
+                )
             await unless(deployment.withdrawn, self._trial(deployment, key, request.manifest))
             before = self._loop.view.versions_of(key[0])
             await self._activate(deployment, key)
@@ -228,7 +234,9 @@ class Deployments:
     async def _again(self, deployment: Deployment, known: VersionRecord) -> Deployed:
         """The content is there already: it gets the route, and a new chance if it was in a back-off."""
         key = (known.function, known.version)
-        await self._activate(deployment, key)
+        async with self.secrets:
+            await self._vault.read(known.manifest.secrets)
+            await self._activate(deployment, key)
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
 
     def _version(self, request: Deploy, needed: Needed, digest: str) -> VersionRecord:

@@ -29,6 +29,8 @@ LINGER_S: Final = 2.0
 """Who asks for an instance asks again within this: between two questions nobody has given up."""
 NODES: Final = 32
 """To look at so many for a place to keep takes as long as to look for one place (``turns``)."""
+ASIDE_S: Final = 10.0
+"""An idle instance that its version wants in any case goes elsewhere for what has waited for so long."""
 MOST_LONGER: Final = 4
 """Others that have waited longer, and are looked for a place before one."""
 
@@ -53,7 +55,7 @@ def waited(view: View, request: Request, count: int, now: float, turns: Turns[Ke
     due = bisect_left(there, True, key=lambda each: not _outlasts(view, now - each.since))
     coming = sum(kept.values())
     if coming >= due:
-        return view
+        return _stepped_aside(view, request, now) if not kept and there and now - there[0].since >= ASIDE_S else view
     mine = _Asks(request, kept, there[coming].since)
     for asks in (*_longer(view, key, mine.since), mine):
         turns.looked(key, 1 + len(view.nodes) // NODES)
@@ -227,6 +229,45 @@ def _leaving(view: View, request: Request, node: str, now: float) -> list[Instan
         leaving,
         key=lambda each: (each.stop is None, _begins(view, each, own, now), _urgent(request, each), _calls(each)),
     )
+
+
+def _stepped_aside(view: View, request: Request, now: float) -> View:
+    """Idle instances that a version wants in any case leave a node for it that is kept for it then, where that is
+    enough, and each of them has room on another one: nothing else would ever end them."""
+    need, may = request.need(view), may_start(view, request.key, now)
+    for name, node in view.nodes.items():
+        if node.status is None or short(need, total(node.status)) or not may(node):
+            continue
+        enough = partial(_enough, view, need, node, 1)
+        idle = [each for each in view.on(name).values() if _idle(view, each, request.key, now)]
+        going = fewest(idle, enough) if enough(idle) else []
+        if not going or not _elsewhere(view, going, name, now):
+            continue
+        view = replace(view, kept={**view.kept, name: request.key})
+        for instance in going:
+            reason = f"makes room for {request.key[0]}: its version has room elsewhere"
+            view = instances.stop(view, instance, reason, instance.manifest.timeout, resume=instance.carries)
+        return view
+    return view
+
+
+def _idle(view: View, instance: Instance, key: Key, now: float) -> bool:
+    """Whether nobody calls it, is on the way to it, or waits for one like it."""
+    taken = instance.record.instance in view.destinations or instance.record.instance in view.moves
+    wanted = instance.key in (key, *view.trials) or view.demand(instance.key)
+    return instance.ready and not (taken or wanted or instance.running) and instance.idle_s(now) >= lent_s(instance)
+
+
+def _elsewhere(view: View, going: Sequence[Instance], node: str, now: float) -> bool:
+    """Whether those that leave ``node``, of one version, have room on others."""
+    key = going[0].key
+    if any(each.key != key for each in going):
+        return False
+    need, may, left = need_in(view, key, going[0].manifest), may_start(view, key, now), len(going)
+    for name, other in view.nodes.items():
+        if left and name != node and name not in view.kept and other.status is not None and may(other):
+            left -= _given(view, need, other, left)
+    return not left
 
 
 def _urgent(request: Request, instance: Instance) -> bool:

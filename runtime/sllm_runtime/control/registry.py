@@ -25,7 +25,8 @@ KEEP_RETIRED: Final = 50
 KEEP_SOURCES: Final = 16
 """Places of a model that are kept, the newest ones: each is one more to read it from again."""
 KEEP_REQUESTS: Final = 8
-"""Deployments of a version whose askers another controller can tell that it has the route, the newest ones."""
+"""Deployments of a version whose askers another controller can tell that it has the route, the newest ones; and
+rollbacks of a function."""
 _NEEDED: Final = frozenset({VersionState.PREPARING, *ROUTABLE})
 
 
@@ -129,7 +130,7 @@ def rollback(view: View, name: str, number: int | None, request: str = "") -> Vi
     """Give the route back, at once; by one ``request`` once. Raises ``VersionNotFound``, ``Conflict`` if there is
     nothing to go back to."""
     function = present(view, name)
-    if request and function.rolled_back == request:
+    if request and request in (function.rolled_back, *function.rollbacks):
         return view
     if number is None:
         usable = [n for n in function.previous if view.routable((name, n)) and n != function.active]
@@ -140,11 +141,19 @@ def rollback(view: View, name: str, number: int | None, request: str = "") -> Vi
         have = ", ".join(f"v{v.version}" for v in view.versions_of(name) if v.state in ROUTABLE)
         raise VersionNotFound(f"function {name!r} has no version {number} that ever ran; there is {have or 'none'}")
     if function.active == number:
-        return view
+        return view.put_function(_asked(function, request)) if request else view
     kept = function.previous[: function.previous.index(number)] if number in function.previous else function.previous
     view = activate(view, (name, number))
     # Going back forgets the way: the next rollback goes further back, not forth again.
-    return view.put_function(msgspec.structs.replace(view.functions[name], previous=kept, rolled_back=request))
+    return view.put_function(_asked(msgspec.structs.replace(view.functions[name], previous=kept), request))
+
+
+def _asked(function: FunctionRecord, request: str) -> FunctionRecord:
+    """``function`` with a rollback that was done, or found its version in place."""
+    if not request:
+        return msgspec.structs.replace(function, rolled_back="")
+    asked = (*(function.rollbacks or filter(None, (function.rolled_back,))), request)[-KEEP_REQUESTS:]
+    return msgspec.structs.replace(function, rolled_back=request, rollbacks=asked)
 
 
 def discard(view: View, key: Key, error: ErrorBody) -> View:

@@ -159,9 +159,10 @@ class Service:
         function, version, by = request.function, request.version, request.request
         meant = registry.rollback(self._loop.view, function, version, by)
         again = meant.versions[function, meant.functions[function].active or 0]
-        with contextlib.suppress(Unavailable):  # nobody can tell: what runs of it goes on
-            await self._vault.read(again.manifest.secrets)
-        view = await self._loop.commit(lambda view: registry.rollback(view, function, version, by))
+        async with self._deployments.secrets:
+            with contextlib.suppress(Unavailable):  # nobody can tell: what runs of it goes on
+                await self._vault.read(again.manifest.secrets)
+            view = await self._loop.commit(lambda view: registry.rollback(view, function, version, by))
         return listing.function(view, request.function)
 
     # --- models and nodes ---------------------------------------------------------------------------
@@ -244,12 +245,13 @@ class Service:
         return msgspec.structs.replace(stored, functions=secret_users.of(self._loop.view, request.name))
 
     async def delete_secret(self, request: ctl.SecretRef) -> Ok:
-        secret_users.unneeded(self._loop.view, request.name)
-        try:
-            await self._vault.remove(request.name)
-        except SecretNotFound:
-            if not request.again:
-                raise
+        async with self._deployments.secrets:
+            secret_users.unneeded(self._loop.view, request.name)
+            try:
+                await self._vault.remove(request.name)
+            except SecretNotFound:
+                if not request.again:
+                    raise
         return Ok(note="deleted")
 
     async def ping(self, _: ctl.Nothing) -> Ok:

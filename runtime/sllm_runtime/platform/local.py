@@ -199,7 +199,7 @@ def specs(
         own = {"SLLM_CONTROLLER": name, "SLLM_SECRETS": str(layout.secrets), **store}
         found.append(_daemon(layout, base, name, "sllm_runtime.control", name, 3, own))
     for name in options.node_names:
-        found += _node(options.nodes, layout, base, name, name)
+        found += _node(options.nodes, layout, base, name, name, first=name == options.node_names[0])
     for name, port in zip(options.gateway_names, options.ports, strict=True):
         own = {
             "SLLM_GATEWAY": name,
@@ -247,10 +247,13 @@ def _nats(server: EmbeddedNats) -> ChildSpec:
     )
 
 
-def _node(nodes: int, layout: Layout, base: Mapping[str, str], name: str, identity: str | None) -> list[ChildSpec]:
-    """``nodes``: as many share this machine. ``identity``: whose file it has; None: what the environment says."""
+def _node(
+    nodes: int, layout: Layout, base: Mapping[str, str], name: str, identity: str | None, *, first: bool = True
+) -> list[ChildSpec]:
+    """``nodes``: as many share this machine, one of them is the ``first``. ``identity``: whose file it has; None: what
+    the environment says."""
     directory, socket = layout.node(name), layout.socket(name)
-    shared = {"SLLM_NODE": name, "SLLM_LOADERD_SOCKET": str(socket)} | _share(base, nodes)
+    shared = {"SLLM_NODE": name, "SLLM_LOADERD_SOCKET": str(socket)} | _share(base, nodes, first=first)
     loader = shared | {"SLLM_DATA": str(directory / "loaderd"), "SLLM_SOCKET": str(socket)}
     others = (layout.data / "nodes", layout.data / "logs", layout.far_sockets)
     private = [str(path) for path in (layout.nats, layout.token, layout.secrets, *others)]
@@ -264,13 +267,15 @@ def _node(nodes: int, layout: Layout, base: Mapping[str, str], name: str, identi
     return [_daemon(layout, base, f"loaderd-{name}", "sllm_loaderd", None, 1, loader), ours]
 
 
-def _share(base: Mapping[str, str], nodes: int) -> dict[str, str]:
-    """Several nodes on one machine divide its memory, unless the environment says how much each has."""
+def _share(base: Mapping[str, str], nodes: int, *, first: bool) -> dict[str, str]:
+    """Several nodes on one machine divide its memory, and the ``first`` has its GPUs, unless the environment says how
+    much, and which, each has."""
     if nodes == 1:
         return {}
     memory = control_groups.memory() // nodes
     given = {"SLLM_MEMORY": str(memory), "SLLM_POOL_BYTES": str(memory // 2)}
-    return {key: value for key, value in given.items() if key not in base}
+    gpus = {} if first or "SLLM_GPUS" in base else {"SLLM_GPUS": "", "SLLM_CUDA_DEVICES": ""}
+    return gpus | {key: value for key, value in given.items() if key not in base}
 
 
 def _daemon(

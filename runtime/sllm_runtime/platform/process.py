@@ -210,10 +210,17 @@ class Child:
             self.kill_group()
 
 
-def tail(path: Path | None, lines: int = 15) -> str:
-    """The last ``lines`` of a log, for an error message; "" if there is none."""
+def size(path: Path | None) -> int:
+    """Bytes of a log; 0 if there is none."""
+    return path.stat().st_size if path is not None and path.exists() else 0
+
+
+def tail(path: Path | None, lines: int = 15, since: int = 0) -> str:
+    """The last ``lines`` of a log, for an error message; "" if there is none. ``since``: its ``size`` when that began
+    which is asked about, unless it was rotated meanwhile; what stands before is of others."""
     if path is None or not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16384))
+        whole = path.stat().st_size
+        file.seek(max(0, since if since <= whole else 0, whole - 16384))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

@@ -21,7 +21,7 @@ from typing import Final
 from sllm_runtime.platform.daemon import READY, READY_FD, READY_MOST
 from sllm_runtime.platform.log_files import keep_short
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.platform.process import Child, tail
+from sllm_runtime.platform.process import Child, size, tail
 from sllm_runtime.platform.restarts import Restarts
 from sllm_runtime.protocol.errors import StartFailed, Unavailable
 
@@ -78,6 +78,8 @@ class _Kept:
         self.restarts = 0
         self.end = ""
         self.note = ""
+        self.logged = 0
+        """Bytes that its log had when this life of it began."""
 
     def move(self, new: ChildState) -> None:
         if new not in CHILD[self.state] and new != self.state:
@@ -190,6 +192,7 @@ class Supervisor:
     async def _launch(self, kept: _Kept) -> Child:
         """A child that is ready. Raises ``StartFailed``."""
         spec = kept.spec
+        kept.logged = size(spec.log)
         try:
             read, write = os.pipe()
         except OSError as error:
@@ -220,9 +223,9 @@ class Supervisor:
                     else:
                         await spec.ready(child)
             except TimeoutError:
-                raise StartFailed(f"{spec.name} was not ready after {spec.ready_s:g} s{_log_end(spec)}") from None
+                raise StartFailed(f"{spec.name} was not ready after {spec.ready_s:g} s{_log_end(kept)}") from None
             except Unavailable as error:
-                raise StartFailed(f"{spec.name}: {error.message}{_log_end(spec)}") from error
+                raise StartFailed(f"{spec.name}: {error.message}{_log_end(kept)}") from error
         return child
 
     async def _end(self, kept: _Kept) -> None:
@@ -245,7 +248,7 @@ class Supervisor:
         if delay is None:
             raise StartFailed(
                 f"{kept.spec.name} ended {recent} times within {self._restarts.within_s:g} s; giving up"
-                + _log_end(kept.spec)
+                + _log_end(kept)
             )
         await asyncio.sleep(delay)
 
@@ -298,6 +301,6 @@ def describe(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"status {status}"
 
 
-def _log_end(spec: ChildSpec) -> str:
-    end = tail(spec.log)
-    return f"; {spec.log} ends:\n{end}" if end else ""
+def _log_end(kept: _Kept) -> str:
+    end = tail(kept.spec.log, since=kept.logged)
+    return f"; {kept.spec.log} ends:\n{end}" if end else ""

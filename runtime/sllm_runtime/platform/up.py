@@ -63,9 +63,9 @@ class Platform:
         ``StartFailed``, ``Unavailable``.
         """
         drain_s(self._environment)
-        for port in self.options.ports:
-            require_port(self.options.host, port)
         with Lock(self.options.data) as lock, self._lifetime.heard():
+            for port in self.options.ports:  # behind the lock: of one that runs here already they are taken
+                require_port(self.options.host, port)
             become_subreaper()
             try:
                 await self._until_stopped(lock, on_ready)

@@ -97,8 +97,8 @@ class Ids(msgspec.Struct, frozen=True, array_like=True):
     ended: bool = False
     """It has ended with these. Workers of the version before do not say."""
     cached: int | None = None
-    """With the first of a generation: tokens of its prompt that were found computed, as usage has them. None: not said,
-    also by workers of the version before."""
+    """With the first of a generation, or its end without any: tokens of its prompt that were found computed, as usage
+    has them. None: not said, also by workers of the version before."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +225,8 @@ class Feed(msgspec.Struct, frozen=True, array_like=True, tag="feed"):
     """A call that is held stays so; else it draws from now on, each of its generations."""
     ended: bool = False
     """This generation has ended with these ids: see ``CallHead.ended``."""
+    cached: int | None = None
+    """Of this generation, as ``CallHead.cached``."""
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True, tag="hold"):

@@ -185,10 +185,12 @@ class Resources(Described):
 
     @field_validator("gpu", mode="before")
     @classmethod
-    def _gpu_forms(cls, value: Any) -> Any:
+    def _gpu_forms(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = () if value is None else (value,) if isinstance(value, str) else value
         if not isinstance(kinds, Sequence) or not all(isinstance(kind, str) for kind in kinds):
             raise ValueError("this is neither a GPU nor a list of them; write 'L4', 'H100:2' or ['L4', 'H100:2']")
+        if info.context == KEPT:  # a release before passed over a line end
+            kinds = tuple(kind.removesuffix("\n") for kind in kinds)
         for kind in kinds:
             parse_gpu(kind)
         return tuple(kinds)

@@ -78,6 +78,8 @@ class FunctionRecord(Record, frozen=True, kw_only=True):
     deleting: bool = False
     rolled_back: str = ""
     """The last ``Rollback.request``: asked again, perhaps of another controller, it goes no further back."""
+    rollbacks: tuple[str, ...] = ()
+    """The newest of them, that one among them: somebody else may ask between."""
 
 
 class InstanceRecord(Record, frozen=True, kw_only=True):

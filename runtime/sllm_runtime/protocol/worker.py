@@ -121,6 +121,7 @@ class FeedCall(msgspec.Struct, frozen=True, tag="feed"):
     ids: tuple[int, ...]
     held: bool = False
     ended: bool = False
+    cached: int | None = None
 
 
 class HoldCall(msgspec.Struct, frozen=True, tag="hold"):

@@ -15,6 +15,7 @@ from typing import Any
 from sllm_runtime.protocol.errors import InvalidBundle, PythonMismatch
 from sllm_runtime.protocol.limits import MAX_BUNDLE, MAX_BUNDLE_FILES, MIB
 from sllm_runtime.protocol.manifest import PICKLE_ENTRY, PICKLE_NAME, TARGET_ATTRIBUTE, Handler
+from sllm_runtime.worker.own import users
 
 
 def unpack(fd: int, target: Path) -> None:
@@ -75,7 +76,8 @@ def import_target(handler: Handler, directory: Path) -> tuple[Any, ModuleType | 
     if handler.entry == PICKLE_ENTRY:
         return _unwrap(_unpickle(handler, directory / PICKLE_NAME)), None
     name, _, attribute = handler.entry.partition(":")
-    module = importlib.import_module(name)
+    with users():
+        module = importlib.import_module(name)
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -102,4 +104,5 @@ def _unpickle(handler: Handler, path: Path) -> Any:
         data = path.read_bytes()
     except OSError as error:
         raise InvalidBundle(f"the bundle holds no {PICKLE_NAME}: {error.strerror}") from error
-    return pickle.loads(data)
+    with users():
+        return pickle.loads(data)

@@ -51,7 +51,9 @@ class Call:
         self.following = head.follow
         """Whether ids are sent as they are drawn: another instance is on its way to take over from this one, or this
         one from another."""
-        self.fed = Fed(head.recorded, head.ended, held=head.held)
+        self.fed = Fed(head.recorded, head.ended, cached=head.cached, held=head.held)
+        self._cached: dict[int, int] = {}
+        """By generation, as they were found here."""
         self._arrived = time.perf_counter()
         self._late = late
         self._first: float | None = None
@@ -106,11 +108,21 @@ class Call:
         """Tell the node which ids were drawn, for a resume. False: there is no credit now; nothing is sent."""
         return self.outgoing.try_send(FrameKind.IDS, codec.pack(ids))
 
-    def count(self, *, prompt: int = 0, completion: int = 0, cached: int = 0) -> None:
+    def count(self, *, prompt: int = 0, completion: int = 0) -> None:
         """Add to the call's usage."""
         with self._lock:
             old = self.usage
-            self.usage = Usage(old.prompt + prompt, old.completion + completion, old.cached + cached)
+            self.usage = Usage(old.prompt + prompt, old.completion + completion)
+
+    def found(self, generation: int, cached: int) -> None:
+        """So much of its prompt was computed already. What was found where the call was before counts instead."""
+        self._cached[generation] = cached
+
+    def _used(self) -> Usage | None:
+        found = dict(self._cached).items()
+        cached = sum(own if (first := self.fed.cached(number)) is None else first for number, own in found)
+        usage = Usage(self.usage.prompt, self.usage.completion, cached)
+        return usage if usage != Usage() else None
 
     # --- cancellation -----------------------------------------------------------------------------
     def on_cancel(self, stop: Callable[[SllmError], None]) -> Callable[[], None]:
@@ -145,9 +157,8 @@ class Call:
             Span(FIRST_TOKEN, 0.0, round((first - self._arrived) * 1000, 3)),
             Span(TOKENS, round((first - self._arrived) * 1000, 3), round((now - first) * 1000, 3)),
         )
-        usage = self.usage if self.usage != Usage() else None
         late = () if self._late is None else self._late(self._arrived)
-        end = End(error=error, usage=usage, spans=(*late, *spans), unseen=unseen, yielded=self.yielded)
+        end = End(error=error, usage=self._used(), spans=(*late, *spans), unseen=unseen, yielded=self.yielded)
         self.outgoing.end(end)
 
 
@@ -186,7 +197,10 @@ class IdRecorder:
             self._send()
 
     def _send(self, *, ended: bool = False) -> None:
-        cached = self.cached if self._ids and not self._first else None
+        cached = None
+        if not self._first and (self._ids or ended):
+            first = self._call.fed.cached(self._generation)
+            cached = self.cached if first is None else first
         if self._call.record(Ids(self._generation, self._first, tuple(self._ids), ended, cached)):
             self._first += len(self._ids)
             self._ids.clear()

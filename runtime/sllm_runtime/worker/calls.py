@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import inspect
 import logging
 import math
@@ -135,7 +136,10 @@ class Calls:
         if call is None:
             return
         try:
-            call.fed.tell(message.generation, message.first, message.ids, held=message.held, ended=message.ended)
+            call.fed.tell(
+                message.generation, message.first, message.ids, held=message.held, ended=message.ended,
+                cached=message.cached,
+            )  # fmt: skip
         except NotDeterministic as error:
             call.cancel(error.body())
 
@@ -338,26 +342,41 @@ async def _hand_on(result: Any, call: Call) -> None:
     call.yielded = isinstance(result, AsyncIterator | Iterator)
     if not call.yielded:
         await call.aemit(result)
-        return
+    elif isinstance(result, AsyncIterator):
+        try:
+            while (value := await anext(result, _END_OF_VALUES)) is not _END_OF_VALUES:
+                await call.aemit(value)
+                call.outgoing.check()
+        finally:
+            if hasattr(result, "aclose"):
+                await result.aclose()
+    else:
+        await _hand_on_blocking(result, call)
+
+
+async def _hand_on_blocking(values: Iterator[Any], call: Call) -> None:
+    """In a thread of its own, as a plain function has: those of ``asyncio.to_thread`` are the function's, which may
+    keep all of them."""
+    context = contextvars.copy_context()
+    following: Callable[[], Any] = functools.partial(next, values, _END_OF_VALUES)
+    threads = concurrent.futures.ThreadPoolExecutor(1, f"call-{call.number}")
     try:
-        while (value := await _following(result)) is not _END_OF_VALUES:
+        while (value := await _behind(threads.submit(context.run, following))) is not _END_OF_VALUES:
             await call.aemit(value)
             call.outgoing.check()
     finally:
-        if hasattr(result, "aclose"):
-            await result.aclose()
-        elif inspect.isgenerator(result):
-            await asyncio.to_thread(result.close)
+        if inspect.isgenerator(values) and not values.gi_running:
+            await _behind(threads.submit(context.run, values.close))
+        threads.shutdown(wait=False)
 
 
-async def _following(values: AsyncIterator[Any] | Iterator[Any]) -> Any:
-    if isinstance(values, AsyncIterator):
-        return await anext(values, _END_OF_VALUES)
-    asked = asyncio.ensure_future(asyncio.to_thread(next, values, _END_OF_VALUES))
+async def _behind(asked: concurrent.futures.Future[Any]) -> Any:
+    """A thread cannot be interrupted: who is cancelled ends behind what it does."""
+    waited_for = asyncio.wrap_future(asked)
     try:
-        return await asyncio.shield(asked)
-    except asyncio.CancelledError:  # a thread cannot be interrupted: the call ends behind what it does
-        await asyncio.wait((asked,))
+        return await asyncio.shield(waited_for)
+    except asyncio.CancelledError:
+        await asyncio.wait((waited_for,))
         raise
 
 

@@ -33,7 +33,15 @@ class Fed:
     it is let again.
     """
 
-    def __init__(self, recorded: Sequence[tuple[int, ...]], ended: Iterable[int] = (), *, held: bool = False) -> None:
+    def __init__(
+        self,
+        recorded: Sequence[tuple[int, ...]],
+        ended: Iterable[int] = (),
+        *,
+        cached: Sequence[int | None] = (),
+        held: bool = False,
+    ) -> None:
+        self._cached = {number: found for number, found in enumerate(cached) if found is not None}
         self._known = {number: list(ids) for number, ids in enumerate(recorded)}
         self._last = len(recorded) - 1
         """The latest generation that any ids are known of."""
@@ -48,6 +56,10 @@ class Fed:
         """Ids that ``generation`` begins with."""
         with self._lock:
             return tuple(self._known.get(generation, ()))
+
+    def cached(self, generation: int) -> int | None:
+        """Tokens of its prompt that were found computed where it was first; None: that is not known, or here."""
+        return self._cached.get(generation)
 
     @property
     def leaves(self) -> bool:
@@ -65,7 +77,14 @@ class Fed:
         return self._held and generation not in self._ended and (beside or generation >= self._last)
 
     def tell(
-        self, generation: int, first: int, ids: tuple[int, ...], *, held: bool = False, ended: bool = False
+        self,
+        generation: int,
+        first: int,
+        ids: tuple[int, ...],
+        *,
+        held: bool = False,
+        ended: bool = False,
+        cached: int | None = None,
     ) -> None:
         """Those from ``first`` on are ``ids``, with which it has ``ended``, maybe; the call stays ``held``, if it is.
         What leaves a gap, or is too much, is of no use: it is drawn again.
@@ -73,6 +92,8 @@ class Fed:
         Raises ``NotDeterministic`` for others than a generation to come was told.
         """
         with self._lock:
+            if cached is not None:
+                self._cached.setdefault(generation, cached)
             running = self._running.get(generation)
             if running is None and 0 <= generation < MOST_GENERATIONS:
                 known = self._known.setdefault(generation, [])

@@ -57,15 +57,15 @@ class Generation:
             seed = self._call.head.seed + number if seed is None else seed
             request = replace(request, sampling=replace(request.sampling, seed=seed))
             self._call.count(prompt=len(request.prompt) if count_prompt else 0)
-            if count_prompt and (found := dict(enumerate(self._call.head.cached)).get(number)) is not None:
-                self._found(found)
+            if count_prompt:
+                self._call.found(number, 0)
         self._request = request
 
     def _found(self, cached: int) -> None:
-        """So much of the prompt was computed when it was first looked for, here or where the call was before."""
+        """So much of the prompt was computed when it was first looked for here."""
         assert self._call is not None
         self._cached = True
-        self._call.count(cached=cached)
+        self._call.found(self._number, cached)
         if self._recorder is not None:
             self._recorder.cached = cached
 

@@ -10,6 +10,7 @@ from typing import Any
 from sllm_runtime.protocol.errors import InvalidBundle
 from sllm_runtime.protocol.manifest import MODEL_PARAMETER
 from sllm_runtime.worker.arguments import Arguments
+from sllm_runtime.worker.own import users
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,15 @@ def bind(function: Any, model: Any | None) -> UserFunction:
 
 async def instantiate(cls: type, model: Any | None) -> Any:
     """An object of the user's class, its ``setup`` (plain or async) done. Raises what the user's code raises."""
-    instance = cls()
-    setup = getattr(instance, "setup", None)
+    with users():
+        instance = cls()
+        setup = getattr(instance, "setup", None)
     if setup is not None:
-        result = setup(**({MODEL_PARAMETER: model} if _wants_model(setup, model) else {}))
-        if inspect.isawaitable(result):
-            await result
+        given = {MODEL_PARAMETER: model} if _wants_model(setup, model) else {}
+        with users():
+            result = setup(**given)
+            if inspect.isawaitable(result):
+                await result
     if not callable(instance):
         raise InvalidBundle(f"class {cls.__qualname__} has no __call__ method: add `def __call__(self, ...)`")
     return instance.__call__

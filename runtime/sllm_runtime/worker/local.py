@@ -121,9 +121,9 @@ class _InOneTask:
             self._task = asyncio.create_task(self._run())
         self._wanted.release()
         await asyncio.wait((self._found, self._task), return_when=asyncio.FIRST_COMPLETED)
-        if self._found.done():
+        if self._found.done() and self._found.result() is not _END:
             return self._found.result()
-        await self._task
+        await self._task  # until it has closed what gave the values
         return _END
 
     async def _run(self) -> None:

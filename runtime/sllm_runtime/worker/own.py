@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Final, TypeVar
 
 from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.worker.words import words_of
 
 _MARK: Final = "_sllm_own"
 E = TypeVar("E", bound=SllmError)
@@ -27,6 +28,22 @@ def own(kind: type[SllmError] = SllmError) -> Iterator[None]:
     except kind as error:
         marked(error)
         raise
+
+
+class Foreign(Exception):
+    """What user code let through of another call's end, by its type and text."""
+
+
+@contextlib.contextmanager
+def users() -> Iterator[None]:
+    """User code runs inside, as an instance starts: what it raises of the platform's classes and is not ``own`` is but
+    an exception of its. Raises ``Foreign`` for that."""
+    try:
+        yield
+    except SllmError as error:
+        if is_own(error):
+            raise
+        raise Foreign(words_of(error)) from error
 
 
 def is_own(error: SllmError) -> bool:

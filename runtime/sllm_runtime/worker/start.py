@@ -28,6 +28,7 @@ from sllm_runtime.worker.calls import run_async, run_sync
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import load_model
+from sllm_runtime.worker.own import Foreign
 from sllm_runtime.worker.secret_files import lay
 from sllm_runtime.worker.words import sendable, words_of
 
@@ -226,7 +227,7 @@ def failed(error: BaseException, stage: str) -> SllmError:
             error.stage, error.detail = error.stage or stage, error.detail or trace
             return error
         return StartFailed(error.message, field=error.field, stage=stage, detail=trace)
-    text = words_of(error)
+    text = str(error) if isinstance(error, Foreign) else words_of(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
         return OutOfMemory(
             f"the function ran out of memory during {stage} ({text[:200]}); raise memory=... in @model_function",

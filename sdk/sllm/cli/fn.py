@@ -17,7 +17,7 @@ from sllm.cli.interrupt import naming
 from sllm.cli.invoke import invoke
 from sllm.cli.logs import logs
 from sllm.cli.warmup import warmup
-from sllm_runtime.protocol.errors import FunctionNotFound
+from sllm_runtime.protocol.errors import FunctionNotFound, InstanceLost, NoController
 from sllm_runtime.protocol.http import API, FunctionListView, FunctionView
 
 app = typer.Typer(
@@ -95,7 +95,13 @@ def rollback(
     """Give the route back to an earlier version, at once."""
     body = {"version": version, "request": uuid4().hex}
     with client(context) as connection, naming(f"the rollback may be done: `sllm fn history {name}` says so"):
-        answer: Any = connection.request("POST", f"{transport.about(name)}/rollback", json=body)
+        try:
+            answer: Any = connection.request("POST", f"{transport.about(name)}/rollback", json=body)
+        except (NoController, InstanceLost) as error:  # it may have been done, and this command has a name of its own
+            if version is None:
+                error.retryable = False
+                error.message += f"; see `sllm fn history {name}`, then name a version: `--version N`"
+            raise
     view = FunctionView.model_validate(answer)
     if json:
         output.value(view.model_dump(mode="json"))

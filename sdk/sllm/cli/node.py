@@ -108,7 +108,7 @@ def forget(context: typer.Context, name: Name, json: Json = False) -> None:
 def drain(context: typer.Context, name: Name, wait: Wait = True, timeout: Timeout = None, json: Json = False) -> None:
     """Cordon a node and wait until nothing runs there: calls that can be carried move to other nodes, others end."""
     until = time.monotonic() + timeout if timeout is not None else math.inf
-    heard = time.monotonic()
+    heard, away = time.monotonic(), None
     found = _wish(context, name, "drain")
     going_on = f"{name} goes on draining: `sllm node uncordon {name}` ends that"
     with naming(going_on), output.progress("draining", quiet=json):
@@ -116,6 +116,9 @@ def drain(context: typer.Context, name: Name, wait: Wait = True, timeout: Timeou
             now = time.monotonic()
             heard = now if found.alive else heard
             if now - heard >= UNHEARD_S:
+                if away is not None:  # nobody has said that of the node
+                    away.message += f"; whether something still runs on {name} is not known, it goes on draining"
+                    raise away
                 raise Unavailable(
                     f"node {name} is not heard: whether something still runs there is not known; it stays cordoned"
                 )
@@ -124,7 +127,8 @@ def drain(context: typer.Context, name: Name, wait: Wait = True, timeout: Timeou
                     f"{found.instances} instance(s) still run on {name} after {timeout:g} s; it goes on draining"
                 )
             time.sleep(POLL_S)
-            found = _seen(context, name) or found.model_copy(update={"alive": False})
+            seen, away = _seen(context, name)
+            found = seen or found.model_copy(update={"alive": False})
             if not found.cordoned:
                 raise Conflict(f"node {name} was taken into use again meanwhile; drain it anew if it is to end")
     _said(found, "is drained" if _empty(found) else "is being drained", json)
@@ -135,12 +139,12 @@ def _empty(found: NodeView) -> bool:
     return found.alive and not found.instances
 
 
-def _seen(context: typer.Context, name: str) -> NodeView | None:
-    """None: it is not known now, as while the gateway is started anew."""
+def _seen(context: typer.Context, name: str) -> tuple[NodeView | None, SllmError | None]:
+    """Or why it is not known now, as while the gateway is started anew."""
     try:
         with client(context) as connection:
-            return NodeDetailView.model_validate(connection.request("GET", _path(name)))
+            return NodeDetailView.model_validate(connection.request("GET", _path(name))), None
     except SllmError as error:
         if not error.retryable:
             raise
-        return None
+        return None, error

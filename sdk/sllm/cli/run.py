@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sllm import local, signature
-from sllm.cli import arguments, ctrl_c, load, output
+from sllm.cli import arguments, ctrl_c, load, output, streams
 from sllm.cli.context import Json
 from sllm.cli.invoke import Args, Words, given_words, show_value
 from sllm.function import ModelFunction
@@ -32,7 +32,7 @@ def run(
     try:
         with ctrl_c.answer.in_users_code():
             _call(function, given, json)
-    except (SllmError, BrokenPipeError):
+    except (SllmError, streams.Closed):
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         problem = local.user_error(error)

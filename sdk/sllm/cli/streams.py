@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from sllm_runtime.protocol.errors import InvalidArgument
 
 
+class Closed(BrokenPipeError):
+    """The reader of stdout has gone: not one of another pipe, as users' code may have."""
+
+
 class Results(io.TextIOWrapper):
     """stdout, for everything that writes to it: results, help, other rooms' verbs. What it does not take is an error
-    of its own; a pipe without a reader stays ``BrokenPipeError``."""
+    of its own; a pipe without a reader is ``Closed``."""
 
     def write(self, text: str, /) -> int:
         with _said():
@@ -82,8 +86,8 @@ def close_stdout() -> None:
 def _said() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:
-        raise
+    except BrokenPipeError as error:
+        raise Closed(*error.args) from error
     except OSError as error:
         close_stdout()
         raise InvalidArgument(

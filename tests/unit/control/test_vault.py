@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,3 +228,34 @@ async def test_the_route_goes_to_no_version_whose_secret_is_gone(bench: Bench) -
     await bench.gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
     await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
     assert bench.controller.loop.view.functions["chat"].active == 1
+
+
+@pytest.mark.parametrize("deploys", [True, False], ids=["deployed again", "rolled back to"])
+async def test_one_that_goes_while_a_version_of_before_is_given_the_route_keeps_that_from_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, deploys: bool
+) -> None:
+    """The secret was there when it was looked for; before the route moves somebody deletes it."""
+    loop, gateway = bench.controller.loop, bench.gateway
+    await gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    with_it = manifest(secrets=("token",))
+    await gateway.deploy(with_it)
+    await gateway.deploy(manifest())
+    commit, waits, go_on = loop.commit, asyncio.Event(), asyncio.Event()
+
+    async def slowly(step: Any) -> Any:  # JetStream elects
+        waits.set()
+        await go_on.wait()
+        return await commit(step)
+
+    monkeypatch.setattr(loop, "commit", slowly)
+    asked = gateway.deploy(with_it) if deploys else gateway.ask("rollback", ctl.Rollback(function="chat"))
+    moving = asyncio.create_task(asked)
+    await asyncio.wait_for(waits.wait(), GIVE_UP_S)
+    deleting = asyncio.create_task(gateway.ask("delete_secret", ctl.SecretRef(name="token")))
+    await asyncio.wait({deleting}, timeout=0.3)
+    go_on.set()
+    await asyncio.wait({moving, deleting}, timeout=GIVE_UP_S)
+    active = loop.view.functions["chat"].active
+    there = {info.name for info in (await gateway.ask("secrets", ctl.Listing())).secrets}
+    assert active == 2 or "token" in there, f"v{active} has the route and cannot start"
+    assert isinstance(deleting.exception(), Conflict), "the version that needs it came first"

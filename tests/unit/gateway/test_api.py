@@ -275,6 +275,28 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         assert [d.force for d in deletes] == [True, True]
 
 
+async def test_a_rollback_that_may_be_done_is_not_to_be_asked_for_again(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By who has given it no name: again it goes back one version further, to one that nobody meant."""
+    monkeypatch.setattr(controller.Controller.ask, "__kwdefaults__", {"timeout_s": 0.3, "wait_s": None})
+
+    async def rollback(_: ctl.Rollback) -> ctl.FunctionInfo:
+        await asyncio.sleep(1.0)  # longer than anybody waits here
+        return INFO
+
+    async with world(nats) as w:
+        await w.controller.serve("rollback", ctl.Rollback, rollback)
+        unnamed = await w.http.post(f"{API}/functions/f/rollback", json={})
+        assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (503, "no_controller")
+        assert "done once" not in unnamed.json()["error"]["message"]
+        assert unnamed.json()["error"]["retryable"] is False
+        assert (unnamed.headers["x-should-retry"], "retry-after" in unnamed.headers) == ("false", False)
+        for body in ({"version": 1}, {"request": "a" * 32}):
+            again = await w.http.post(f"{API}/functions/f/rollback", json=body)
+            assert again.json()["error"]["retryable"] is True
+
+
 async def test_a_deletion_under_a_controller_of_before_is_done_when_the_function_is_gone(nats: Nats) -> None:
     """That one knows nothing of ``Delete.begun``, and of a function that went between two questions only that there is
     none."""

@@ -21,7 +21,7 @@ REAL = {"python3.13", "setpriv"}
 """Stubs of the other stage that are real here."""
 STUBS = (
     *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "mount", "umount", "mountpoint", "dmsetup"),
-    *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "rpm", "dnf", "unshare"),
+    *("nvidia-smi", "nvidia-modprobe", "nvidia-ctk", "aws", "curl", "systemctl", "rpm", "dnf", "unshare"),
 )
 KEYS = "import sys\nprint('creds of', sys.argv[2], 'by', sys.stdin.read().strip())\n"
 RUN_SECONDS = 300

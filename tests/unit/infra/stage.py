@@ -35,7 +35,7 @@ REAL = (
 )
 STUBS = (
     *("lsblk", "mdadm", "wipefs", "mkfs.xfs", "xfs_growfs", "mount", "umount", "mountpoint", "dmsetup", "useradd"),
-    *("nvidia-smi", "nvidia-ctk", "aws", "curl", "systemctl", "sleep", "python3.13"),
+    *("nvidia-smi", "nvidia-modprobe", "nvidia-ctk", "aws", "curl", "systemctl", "sleep", "python3.13"),
     *("rpm", "dnf", "udevadm", "blkid", "gcloud", "setpriv", "unshare"),
 )
 

@@ -7,6 +7,7 @@ import pytest
 
 from sllm_invoker.fork_server import _USER
 from tests.unit.infra.stage import TORCH, WHEELS, Machine
+from tests.unit.infra.stubs import MACHINE
 
 pytestmark = pytest.mark.terraform
 
@@ -341,3 +342,15 @@ esac
     assert machine.calls("systemctl") == ["systemctl stop sllm-node.service"]
     assert machine.run("shutdown.sh").returncode == 0
     assert machine.calls("systemctl") == ["systemctl stop sllm-node.service"]
+
+
+def test_what_cuda_needs_is_there_before_the_node(machine: Machine) -> None:
+    """The node's service has no new privileges, nor has a function's namespace: libcuda's own call of nvidia-modprobe,
+    which is setuid, does nothing there. And the description for containers holds what is there when it is made."""
+    unit = (MACHINE / "node/sllm-node.service").read_text()
+    assert "NoNewPrivileges=yes" in unit
+    for _ in range(2):  # at each boot: /dev is memory
+        assert machine.run("boot.sh").returncode == 0
+        ours = machine.calls("nvidia-modprobe", "nvidia-ctk")
+        assert [line.split()[0] for line in ours] == ["nvidia-modprobe", "nvidia-ctk"]
+        assert ours[0] == "nvidia-modprobe --unified-memory --create-nvidia-device-file=0"

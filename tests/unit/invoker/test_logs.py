@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sllm_invoker import logs
+from sllm_invoker import exits, logs
 from sllm_invoker.lines import LINE_BYTES
 from sllm_invoker.logs import BURST_LINES, TAIL_LINES, InstanceLog, LogSink, PipeReader, Writer
+from sllm_invoker.sandbox import Exit
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.events import LogRecord
 from tests.fixtures.waiting import until
@@ -109,6 +110,16 @@ async def test_lines_that_cannot_pass_cost_their_count_alone() -> None:
     assert sum(record.dropped for record in sink.records) == written - BURST_LINES
     assert list(log.tail) == [*[""] * (TAIL_LINES - 2), "last", ""]
     assert log.looked < 2 * BURST_LINES
+
+
+def test_what_a_call_was_told_that_ended_is_no_last_word_of_its_instance() -> None:
+    """One call runs out of memory, and its caller hears that; an hour later the worker dies in another one."""
+    log = InstanceLog(Writer("f", 1, "i", "n1"), Kept(), lambda: 0.0, lambda: 1.0)
+    log.line("stderr", "Traceback\n  File x\nMemoryError", level="error", call="call-1")
+    log.line("stderr", "by the function itself")
+    end = Exit(7)
+    assert exits.lack_of_memory(end, list(log.tail), False, 2**28) is exits.Lack.NO
+    assert list(log.tail) == ["by the function itself"]
 
 
 async def test_the_rest_of_a_long_line_costs_few_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

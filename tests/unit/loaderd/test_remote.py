@@ -223,6 +223,18 @@ def test_where_we_were_sent_to_is_tried_again_before_it_is_left(
         assert read(source, 100, 50) == data[100:150]
 
 
+def test_where_we_were_sent_to_has_not_failed_where_it_brings_much_each_time(
+    server: RangeServer, tmp_path: Path, data: bytes
+) -> None:
+    """A chunk takes many cut connections as long as each brings some of it (``GAIN``)."""
+    with range_server(tmp_path) as mirror, opened(server) as source:
+        server.script.append(f"to {mirror.url}/weights.bin")
+        assert read(source, 0, 50) == data[:50]
+        server.script.extend(["status 503"] * 20)
+        mirror.script.extend([f"cut {GAIN}"] * 3)
+        assert read(source) == data
+
+
 def test_what_was_registered_is_asked_for_by_its_tag(server: RangeServer) -> None:
     with opened(server, etag="abc") as source, pytest.raises(Conflict):
         read(source)

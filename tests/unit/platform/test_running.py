@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from sllm_runtime.platform.local import Options
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.platform.profile import answers_alive, claim, free_name, release, remove_token, write_profile
 from sllm_runtime.platform.running import Lock, Running, read_running, stop_running
+from sllm_runtime.platform.up import Platform
 from sllm_runtime.protocol.errors import Conflict
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -41,6 +43,19 @@ def test_one_lock_for_one_directory(tmp_path: Path) -> None:
     assert read_running(tmp_path) is None
     with Lock(tmp_path):
         pass
+
+
+async def test_who_starts_it_twice_is_told_that_it_runs(tmp_path: Path) -> None:
+    """And not to choose another port, which the one that runs has: with another one it is refused all the same."""
+    with Lock(tmp_path / "run") as lock, socket.create_server(("127.0.0.1", 0)) as taken:
+        lock.write(running(os.getpid(), tmp_path))
+        options = Options(home=tmp_path, data=tmp_path / "run", ports=(taken.getsockname()[1],))
+        with pytest.raises(Conflict, match=r"already runs .* `sllm down` stops it"):
+            await Platform(options, os.environ, lambda _: None).run(lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = Options(home=tmp_path, data=tmp_path / "run", ports=(taken.getsockname()[1],))
+        with pytest.raises(Conflict, match="choose another with --port"):
+            await Platform(options, os.environ, lambda _: None).run(lambda _: None)
 
 
 def test_what_a_killed_platform_left_is_no_platform(tmp_path: Path) -> None:

@@ -98,6 +98,22 @@ async def test_a_restart_is_told_when_it_serves_again_with_how_it_ended(tmp_path
     assert len(told) == 2
 
 
+async def test_a_start_that_fails_is_told_by_its_own_lines_alone(tmp_path: Path) -> None:
+    """Who has corrected what the start before complained of is not told of it again."""
+    for wrong in ("SLLM_SANDBOX is wrong", "SLLM_GPUS is wrong"):
+        supervisor = Supervisor([spec("a", f"print({wrong!r}); raise SystemExit(2)", tmp_path)], restarts=QUICK)
+        with pytest.raises(StartFailed) as failed:
+            await supervisor.start()
+        await supervisor.stop()
+    assert "SLLM_GPUS is wrong" in failed.value.message
+    assert "SLLM_SANDBOX" not in failed.value.message
+    silent = Supervisor([spec("a", "raise SystemExit(2)", tmp_path)], restarts=QUICK)
+    with pytest.raises(StartFailed) as failed:
+        await silent.start()
+    await silent.stop()
+    assert "SLLM_" not in failed.value.message
+
+
 async def test_one_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
     dies = READY + "print('out of luck', flush=True); raise SystemExit(3)"
     supervisor = Supervisor([spec("a", dies, tmp_path)], restarts=QUICK)

@@ -115,6 +115,20 @@ def test_what_has_control_characters_is_no_place_of_a_model(place: str) -> None:
         ModelRegisterRequest(uri=place)
 
 
+@pytest.mark.parametrize(("named", "read_as"), [("L4\n", ("L4",)), (["T4", "H100:2\n"], ("T4", "H100:2"))])
+def test_a_gpu_that_the_release_before_took_is_read_from_what_is_kept(named: Any, read_as: tuple[str, ...]) -> None:
+    """aeac70b9 passed over a line end behind it (``$``), and started the function on an L4. Nobody leads where a
+    version cannot be read (``control.restore``)."""
+    said = {"name": "f", "handler": HANDLER, "gpu": named}
+    with pytest.raises(ValidationError, match="is no GPU"):
+        Manifest.model_validate(said)
+    record = {
+        "function": "f", "version": 1, "manifest": said, "bundle": "sha256:0", "bundle_bytes": 1, "content": "c",
+        "schema": 1,
+    }  # fmt: skip
+    assert codec.from_json(VersionRecord, json.dumps(record)).manifest.gpu == read_as
+
+
 @pytest.mark.parametrize("named", ["model", "adapters"])
 def test_a_place_that_the_release_before_took_is_read_from_what_is_kept(named: str) -> None:
     """Line ends were passed over by whatever read it. Nobody leads where a version cannot be read

@@ -214,7 +214,8 @@ class Gateway:
         return JSONResponse(self.view(request.path_params["name"]).model_dump(mode="json"))
 
     def app(self) -> Starlette:
-        scripted = ("/fn/{name}", "/fn/{name}/{version}", "/api/v1/functions/{name}/logs", "/api/v1/status")
+        scripted = ("/fn/{name}", "/fn/{name}/{version}", "/api/v1/functions/{name}/logs", "/api/v1/status",
+                    "/api/v1/functions/{name}/rollback")  # fmt: skip
         more = ("/api/v1/nodes", "/api/v1/models", "/api/v1/models/{digest}", "/api/v1/models/{digest}/validate",
                 "/api/v1/nodes/{node}", "/api/v1/nodes/{node}/{wish}", "/api/v1/explain/{what}", "/api/v1/events",
                 "/metrics", "/v1/calls", "/v1/calls/{call}", "/v1/calls/{call}/cancel", "/api/v1/secrets",

@@ -16,6 +16,7 @@ import pytest
 
 from sllm import bundle, profiles, transport
 from sllm.cli import fn
+from sllm.cli import node as node_verbs
 from sllm.cli.top import Look
 from sllm_runtime.platform import commands
 from sllm_runtime.platform.profile import write_profile
@@ -25,6 +26,7 @@ from sllm_runtime.protocol.errors import (
     FunctionNotFound,
     InvalidArgument,
     NoCapacity,
+    NoController,
     NodeNotFound,
     QueueFull,
     StartFailed,
@@ -499,6 +501,22 @@ def test_a_drain_waits_as_long_as_it_is_told_to(gateway: Gateway) -> None:
     late = here("node", "drain", "n1", "--timeout", "0")
     assert (late.returncode, late.stdout) == (5, "")
     assert "2 instance(s) still run on n1 after 0 s" in late.stderr
+
+
+def test_a_drain_that_hears_of_nobody_blames_who_is_silent(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_verbs, "UNHEARD_S", 0.5)
+    monkeypatch.setattr(node_verbs, "POLL_S", 0.1)
+    node = {
+        "node": "n1", "alive": True, "cordoned": True, "draining": True, "age_s": 0.0, "cpu": 2, "free_cpu": 1,
+        "memory": 4, "free_memory": 3, "instances": 2,
+    }  # fmt: skip
+    gateway.will(Answer(json=node), Answer(problem=NoController("no controller leads")))
+    away = here("node", "drain", "n1")
+    assert (away.returncode, away.stdout) == (5, "")
+    assert "no controller leads" in away.stderr
+    assert "n1 is not heard" not in away.stderr, "nobody knows that"
+    gateway.will(Answer(json=node), Answer(json=node | {"alive": False}))
+    assert "node n1 is not heard" in here("node", "drain", "n1").stderr
 
 
 @pytest.mark.parametrize(
@@ -1104,11 +1122,29 @@ def test_a_deletion_at_a_gateway_of_before_is_done_when_the_function_is_gone() -
         fn._delete(Before(), "f", False)
 
 
+def test_a_rollback_that_may_be_done_says_how_to_ask_for_it_once(gateway: Gateway) -> None:
+    gateway.will(Answer(problem=NoController("no controller has answered 'rollback': it may have been done")))
+    done = here("fn", "rollback", "chat")
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "see `sllm fn history chat`, then name a version: `--version N`" in done.stderr
+    assert refused(here("fn", "rollback", "chat", "--json"))["retryable"] is False
+    assert "--version N" not in here("fn", "rollback", "chat", "--version", "2").stderr
+
+
 def test_what_a_function_raises_here_is_one_object_for_a_program(tmp_path: Path) -> None:
     """Its traceback is for people, as where a command itself breaks."""
     (tmp_path / "function.py").write_text(TEXT.replace("return text", "raise ValueError(text)"))
     run = ("run", str(tmp_path / "function.py"), "text=no")
     assert "raise ValueError(text)" in here(*run).stderr
+    assert refused(here(*run, "--json"))["code"] == "function_error"
+
+
+def test_a_pipe_that_breaks_within_a_function_is_its_error_and_not_our_reader_gone(tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(TEXT.replace("return text", "raise BrokenPipeError(32, 'Broken pipe')"))
+    run = ("run", str(tmp_path / "function.py"), "text=no")
+    done = here(*run)
+    assert done.returncode == 1
+    assert "BrokenPipeError: [Errno 32] Broken pipe  [function_error]" in done.stderr
     assert refused(here(*run, "--json"))["code"] == "function_error"
 
 

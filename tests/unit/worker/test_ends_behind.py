@@ -77,3 +77,38 @@ def test_a_cancelled_call_ends_behind_its_iterator(worker: Worker, tmp_path: Pat
     worker.cancel(number)
     assert worker.finish(number).error.code == "cancelled"
     assert mark.read_text() == "closed"
+
+
+KEPT = """
+import asyncio, time
+
+
+def _values():
+    number = 0
+    while True:
+        yield number
+        number += 1
+        time.sleep(0.05)
+
+
+async def fn(keep: int):
+    return _values() if not keep else _kept(keep)
+
+
+async def _kept(keep):
+    jobs = [asyncio.ensure_future(asyncio.to_thread(time.sleep, 3.0)) for _ in range(keep)]
+    yield "begun"
+    await asyncio.gather(*jobs)
+"""
+
+
+def test_a_cancelled_iterator_does_not_wait_for_threads_that_others_keep(worker: Worker, tmp_path: Path) -> None:
+    """Who ends 5 s after it was cancelled costs all other calls their worker."""
+    worker.start(manifest("user:fn", "async_function"), bundle_of({"user.py": KEPT}), workdir=tmp_path)
+    number = worker.call({"keep": 0})
+    worker.outputs(number, 2)
+    worker.outputs(worker.call({"keep": 150}), 1)
+    worker.cancel(number)
+    answer = worker.answers[number]
+    worker.until(lambda: answer.end is not None, deadline_s=5.0)
+    assert answer.error.code == "cancelled"

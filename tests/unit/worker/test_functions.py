@@ -318,6 +318,18 @@ def test_a_start_that_fails_names_stage_and_reason(
     assert any(log.level == "error" for log in worker.logs)
 
 
+@pytest.mark.parametrize("code", ["unavailable", "instance_lost", "unsupported_model", "no_controller"])
+@pytest.mark.parametrize("when", ["import", "setup"])
+def test_what_a_call_of_another_function_ended_with_is_no_word_on_this_start(
+    worker: Worker, tmp_path: Path, when: str, code: str
+) -> None:
+    described = manifest("starts_by_others:Fn", "class", env={"CODE": code, "WHEN": when})
+    error = worker.fail(described, source("starts_by_others"), workdir=tmp_path)
+    assert (error.code, error.stage, error.status, error.retryable) == ("start_failed", when, 503, False)
+    assert error.message.startswith(f"{when} failed: ")
+    assert error.message.endswith(": the other is away")
+
+
 def test_memory_beyond_the_limit_fails_the_start(worker: Worker, tmp_path: Path) -> None:
     error = worker.fail(manifest("oom:Fn", "class"), source("oom"), workdir=tmp_path, memory_limit=2**28)
     assert (error.code, error.stage) == ("out_of_memory", "setup")

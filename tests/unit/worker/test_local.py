@@ -155,3 +155,30 @@ async def test_what_a_generator_raises_when_it_is_closed_is_told() -> None:
     assert await values.next() == 0
     with pytest.raises(RuntimeError, match="it cannot be written"):
         await values.close()
+
+
+async def test_values_that_come_to_their_end_are_closed_as_deployed() -> None:
+    """What closes takes its time, and is not cancelled meanwhile; what it raises is told."""
+    said: list[str] = []
+
+    class Values:
+        def __aiter__(self) -> Values:
+            return self
+
+        async def __anext__(self) -> int:
+            if said:
+                raise StopAsyncIteration
+            said.append("begun")
+            return 0
+
+        async def aclose(self) -> None:
+            await asyncio.sleep(0.05)
+            said.append("closed")
+            raise RuntimeError("it cannot be written")
+
+    values = local._InOneTask(Values())
+    assert await values.next() == 0
+    with pytest.raises(RuntimeError, match="it cannot be written"):
+        await values.next()
+    await values.close()
+    assert said == ["begun", "closed"]

@@ -10,11 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from sllm_gateway.binding import Binding
+from sllm_gateway.move import Move
+from sllm_gateway.resumption import Resumption
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.frames import Frame, FrameKind
 from sllm_runtime.protocol.worker import FeedCall
 from sllm_runtime.worker.prompts import options, sampling_of
+from tests.unit.gateway.peer import entry
 from tests.unit.worker.harness import Answer, Worker, Zygote, bundle_of, manifest
 
 SOURCE = """
@@ -297,6 +303,47 @@ def test_cached_tokens_are_those_of_where_the_call_was_first(served: Worker) -> 
         own = resumed.end.usage.cached
         assert (own == cached) if cached is not None else own > 128, (own, cached)
         assert resumed.ids[0].cached in (own, cached), "and goes on from here by the same, if it is known"
+
+
+def moved(worker: Worker, first: Answer, before: int, **asked: Any) -> Answer:
+    """The call of ``first`` on its way here, as its gateway has it moved: when that begins the ids of ``before``
+    generations are known of where it comes from."""
+    known = [ids for ids in first.ids if not ids.first]  # what follows is drawn here
+    frames = [Frame(0, FrameKind.IDS, codec.pack(ids)) for ids in known]
+    early = [frame for frame, ids in zip(frames, known, strict=True) if ids.generation < before]
+    kept = Resumption()
+    kept.take(early)
+    head: dict[str, Any] = {"recorded": kept.recorded, "cached": kept.cached, "ended": kept.ended}
+    number = worker.call({"temperature": 0, **asked}, kind="completion", held=True, follow=True, **head)
+    move = Move(Binding("c", 2, entry("i2"), b"", 1 << 20, 0.0), kept)
+    move.opened(True, 0.0)
+    kept.take([frame for frame in frames if frame not in early])
+    for feed in move.let_draw():
+        worker.send(FeedCall(number, *msgspec.structs.astuple(feed)[2:]))
+    return worker.finish(number)
+
+
+def test_cached_tokens_of_what_began_while_the_call_moved_are_those_of_where_it_came_from(served: Worker) -> None:
+    """Of each prompt: the second one's ids come when its destination is open already, which knows both by now."""
+    prompts = [f"the {which} of two prompts which are long enough for pages, " * 6 for which in ("first", "second")]
+    first = completion(served, prompt=prompts, max_tokens=24)
+    went = moved(served, first, before=1, prompt=prompts, max_tokens=24)
+    assert first.end is not None
+    assert went.end is not None
+    assert "".join(delta.text for delta in went.deltas) == "".join(delta.text for delta in first.deltas)
+    assert went.end.usage == first.end.usage
+
+
+def test_cached_tokens_of_what_ended_with_no_token_are_known_too(served: Worker) -> None:
+    """An answer may be nothing: its prompt was computed all the same."""
+    prompt = "a prompt that is long enough, and is answered with nothing at all, " * 6
+    stop = completion(served, prompt="(" + prompt, max_tokens=1).ids[0].ids[0]
+    first = completion(served, prompt=prompt, max_tokens=4, stop_ids=[stop])
+    assert not any(ids.ids for ids in first.ids), first.ids
+    went = moved(served, first, before=1, prompt=prompt, max_tokens=4, stop_ids=[stop])
+    assert first.end is not None
+    assert went.end is not None
+    assert went.end.usage == first.end.usage
 
 
 def resume(

@@ -71,6 +71,9 @@ namespaces() {
 gpus() {
     nvidia-smi --list-gpus | grep --quiet '^GPU ' # a machine whose driver found none is no node
     nvidia-smi --persistence-mode=1 >/dev/null
+    # /dev/nvidia-uvm, at each boot and before the description: libcuda would have a setuid program make it, which the
+    # service's NoNewPrivileges and a function's namespace make powerless. Where there is none the image makes it itself.
+    nvidia-modprobe --unified-memory --create-nvidia-device-file=0 || say '/dev/nvidia-uvm is left to the image'
     (umask 022; mkdir -p "$(dirname "$CDI_FILE")"; nvidia-ctk --quiet cdi generate --output="$CDI_FILE.new")
     chmod 644 "$CDI_FILE.new" # container engines of any account read it
     mv "$CDI_FILE.new" "$CDI_FILE"

@@ -234,14 +234,15 @@ def _staying(view: View) -> list[str]:
 
 def _shrink(view: View, now: float) -> View:
     """Drain what has had nothing to do for long, the longest idle first, down to the least. While something waits,
-    only what is of no use to it, and where no other one can come unless that goes."""
+    only what is of no use to it, and where no other one can come unless that goes: of a pool that has no more than its
+    least too, since another one comes for it."""
     pool, offer, unmet = _pool(view), _offer(view), _unmet(view)
     if unmet and (pool.coming or not pool.full):
         return view
     if not pool.cooled(now) or (pool.coming and now - pool.coming[0].at < pool.timing.lost):
         return view
     leaving = [name for name in pool.record.leaving if name in offer.members]
-    spare = offer.desired - len(leaving) - offer.least
+    spare = offer.desired - len(leaving) - (0 if unmet else offer.least)
     idle = [name for name, since in pool.idle.items() if now - since >= pool.timing.idle and name not in leaving]
     idle = [name for name in idle if not unmet or _no_use(view, name, unmet)]
     going = sorted(idle, key=lambda name: (pool.idle[name], name))[: max(spare, 0)]

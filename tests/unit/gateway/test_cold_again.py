@@ -1,0 +1,38 @@
+"""A call whose first instance dies, and that begins again at one whose start it waits for, is a cold one."""
+
+import asyncio
+
+from sllm_runtime.protocol.ctl import Acquire, Acquired
+from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.protocol.records import Route
+from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
+from tests.unit.gateway.peer import Run, entry, manifest, world
+
+
+async def test_a_call_that_begins_again_cold_says_so(nats: Nats) -> None:
+    described = manifest("f", streams=False, retries=1, concurrency=1, max_instances=2)
+
+    async def runs(run: Run) -> None:
+        if run.head.instance == "i1":
+            await run.cancelled.wait()
+        run.out("done")
+        run.end()
+
+    async def acquire(request: Acquire) -> Acquired:
+        await asyncio.sleep(0.05)
+        return Acquired(route=Route(function="f", version=1, manifest=described, entries=(entry("i2", concurrency=1),)))
+
+    async with world(nats) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(described, entry("i1", concurrency=1), script=runs)
+        asked = asyncio.create_task(w.http.post("/fn/f", json={}))
+        await until(lambda: len(w.node.runs) == 1, what="the warm one has it")
+        (run,) = w.node.runs.values()
+        run.end(InstanceLost("it died"))
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        told = [(kind, instance) for kind, instance, _ in await w.told()]
+        metrics = (await w.http.get("/metrics")).text
+    assert 'sllm_cold_starts_total{function="f"} 1.0' in metrics
+    assert ("call.cold", "i2") in told
