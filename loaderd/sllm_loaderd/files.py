@@ -12,7 +12,7 @@ from typing import Final
 import xxhash
 
 from sllm_runtime.protocol.checkpoint import is_plain_name
-from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, Unavailable
 
 _GGUF_PART: Final = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 _HUB_FILE: Final = re.compile(r"/(.+/)?models--[^/]+/blobs/[0-9a-f]{40,64}")
@@ -21,6 +21,8 @@ MAX_SMALL_FILE: Final = 64 * 2**20
 """A small file above this is refused: it would be sent to every sandbox."""
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that a disk has no room."""
+SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
+"""What says that this process or machine is short of something, and nothing of the file."""
 SMALL_NAMES: Final = (
     "config.json", "adapter_config.json", "generation_config.json", "preprocessor_config.json",
     "processor_config.json",
@@ -74,6 +76,7 @@ def open_source_file(path: Path) -> int:
     try:
         fd = open_file(path)
     except OSError as error:
+        require_enough(error, path)
         raise InvalidCheckpoint(f"{path} cannot be opened: {error.strerror}", field=path.name) from error
     try:
         require_own(fd, path)
@@ -98,6 +101,12 @@ def require_own(fd: int, path: Path) -> None:
         )
 
 
+def require_enough(error: OSError, path: Path | str) -> None:
+    """Raises ``Unavailable`` where ``error`` says nothing of the file ``path``: it is whole, and can be read later."""
+    if error.errno in SHORT:
+        raise Unavailable(f"{path} cannot be read now: {error.strerror}; try again") from error
+
+
 def read_exactly(fd: int, view: memoryview, offset: int, path: Path | str) -> None:
     """Fill ``view`` from ``fd`` at ``offset``. Raises ``CorruptCheckpoint`` if the file ends too early."""
     done = 0
@@ -105,6 +114,7 @@ def read_exactly(fd: int, view: memoryview, offset: int, path: Path | str) -> No
         try:
             count = os.preadv(fd, [view[done:]], offset + done)
         except OSError as error:
+            require_enough(error, path)
             raise CorruptCheckpoint(
                 f"{path} cannot be read at byte {offset + done}: {error.strerror};"
                 " restore it or convert the model again",

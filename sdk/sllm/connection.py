@@ -12,7 +12,7 @@ from sllm import transport
 from sllm.gateways import Gateways
 from sllm.profiles import Profile
 from sllm.retry import Retry
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import InvalidRequest, SllmError
 
 Pool = TypeVar("Pool")
 
@@ -39,8 +39,18 @@ class Connection(Generic[Pool]):
         self._gateways = Gateways(self.profile.urls)
         self._timeout = timeout
         self._retry = retry or Retry()
-        wire = {"socket_options": transport.keepalive(), "verify": transport.secure(self.profile)}
-        self._http = self._pool(transport.options(self.profile, timeout), wire)
+        options = transport.options(self.profile, timeout)
+        wire = {
+            "socket_options": transport.keepalive(),
+            "verify": transport.secure(self.profile),
+            "proxy": transport.proxy() if options["trust_env"] else None,
+        }
+        try:
+            self._http = self._pool(options, wire)
+        except (ImportError, ValueError, httpx.InvalidURL) as error:  # of SOCKS, of no scheme that is known, no address
+            raise InvalidRequest(
+                f"the proxy that the environment names (ALL_PROXY, HTTP_PROXY or HTTPS_PROXY) cannot be used: {error}"
+            ) from error
 
     @staticmethod
     @abstractmethod

@@ -76,7 +76,8 @@ def files(
     asked = GitIgnoreSpec.from_lines(include)
 
     def enters(name: str) -> bool:
-        if not rules.match_file(f"{name}/") or asked.match_file(f"{name}/"):  # all of it is asked for by its own name
+        ignored = rules.match_file(f"{name}/") or _is_environment(root / name)
+        if not ignored or asked.match_file(f"{name}/"):  # all of it is asked for by its own name
             return True
         return any(_leads_into(pattern, name) for pattern in include)
 
@@ -96,6 +97,11 @@ def files(
                     outside.append(path)
             elif (root / path).is_file():
                 yield path
+
+
+def _is_environment(directory: Path) -> bool:
+    """Whether it is a virtual one of Python, whatever its name: it is of this machine alone."""
+    return (directory / "pyvenv.cfg").is_file()
 
 
 def _inside(root: Path, path: Path) -> bool:

@@ -13,15 +13,21 @@ import typing
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
+import typing_extensions
+from pydantic import BaseModel
+
 from sllm import ignore, signature
 from sllm.function import ModelFunction
 from sllm_runtime.protocol.errors import InvalidBundle, SllmError
 
+_ALIASES: Final = (typing_extensions.TypeAliasType, getattr(typing, "TypeAliasType", typing_extensions.TypeAliasType))
+"""What ``type X = …`` makes."""
 _OURS: Final = ("sllm", "sllm_runtime", "sllm_gateway", "sllm_invoker", "sllm_loaderd")
 """What workers have of us; in a checkout it lies where the user's own may lie."""
 _INSTALLED: Final = ("site-packages", "dist-packages")
@@ -169,10 +175,18 @@ def _bytes(target: Any) -> tuple[bytes, set[str], list[tuple[CodeType, str]]]:
     codes: list[tuple[CodeType, str]] = []
     by_value = cloudpickle.list_registry_pickle_by_value()
 
+    def travels(module: str) -> bool:
+        return module == "__main__" or bool(by_value & {module, *_packages(module)})
+
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, thing: Any) -> Any:
             if thing is dataclasses.MISSING:
                 return "MISSING"
+            if isinstance(thing, typing.NewType) and travels(thing.__module__):
+                return typing.NewType, (thing.__name__, thing.__supertype__)  # cloudpickle knows it by its name alone
+            if isinstance(thing, _ALIASES) and travels(str(thing.__module__)):
+                made: Any = type(thing)
+                return partial(made, thing.__name__, thing.__value__, type_params=thing.__type_params__), ()
             found = super().reducer_override(thing)
             if found is not NotImplemented and isinstance(thing, FunctionType):  # by value
                 codes.append((thing.__code__, str(thing.__globals__.get("__package__") or "")))
@@ -216,15 +230,19 @@ def _hints_are_types(target: Any) -> Iterator[None]:
 
 
 def _records(hints: list[Any], module: str) -> dict[Any, dict[str, Any]]:
-    """Dataclasses and typed dictionaries of ``module`` that ``hints`` name, and those that these name, with their own
-    hints."""
+    """Dataclasses, named tuples and typed dictionaries of ``module`` that ``hints`` name, and those that these name,
+    with their own hints."""
     found: dict[Any, dict[str, Any]] = {}
     left = list(hints)
     while left:
         hint = left.pop()
         if (origin := typing.get_origin(hint)) is not None:
             left += (origin, *typing.get_args(hint))
-        is_record = dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)
+        is_tuple = isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
+        if isinstance(hint, type) and issubclass(hint, BaseModel) and not hint.__pydantic_complete__:
+            hint.model_rebuild(raise_errors=False)  # it names what was defined below it, which the worker could not
+        # Of typing_extensions are those that pydantic takes before Python 3.12, and typing does not know them.
+        is_record = dataclasses.is_dataclass(hint) or typing_extensions.is_typeddict(hint) or is_tuple
         if is_record and isinstance(hint, type) and hint.__module__ == module and hint not in found:
             found[hint] = _resolved(hint)
             left += found[hint].values()

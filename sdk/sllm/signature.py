@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from enum import Flag
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 from sllm_runtime.protocol.arguments import base, further
 from sllm_runtime.protocol.errors import InvalidManifest
@@ -99,13 +102,21 @@ def input_schema(target: Any) -> dict[str, Any]:
     return _schema(function, fields, extra, sorted(filled))
 
 
+class _Schemas(GenerateJsonSchema):
+    """Pydantic's, but that flags come together, too."""
+
+    def enum_schema(self, schema: core_schema.EnumSchema) -> JsonSchemaValue:
+        found = super().enum_schema(schema)
+        return {"title": found.get("title", ""), "type": "integer"} if issubclass(schema["cls"], Flag) else found
+
+
 def _schema(function: Callable[..., Any], fields: dict[str, Any], extra: Any, filled: list[str]) -> dict[str, Any]:
     """``extra``: the type of further names, where these are taken. ``filled``: parameters that the platform fills in,
     which are none of them."""
     config = ConfigDict(extra="forbid" if extra is None else "allow", title=function.__name__)
     try:
         model: Any = create_model("Arguments", __base__=base(config, extra), **fields)
-        schema: dict[str, Any] = model.model_json_schema(by_alias=True)
+        schema: dict[str, Any] = model.model_json_schema(by_alias=True, schema_generator=_Schemas)
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
         first = str(error).splitlines()[0]
         raise InvalidManifest(

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
+from urllib.request import getproxies
 
 import httpx
 from pydantic_core import PydanticSerializationError, to_json
@@ -42,6 +43,13 @@ def options(profile: Profile, timeout: float | None) -> dict[str, Any]:
         "trust_env": not any(_here(url) for url in profile.urls),
         "verify": secure(profile),
     }
+
+
+def proxy() -> str | None:
+    """What the environment names for all schemes (``ALL_PROXY``), which the mount for all of them has the place of."""
+    found = getproxies()
+    address = "" if "*" in map(str.strip, found.get("no", "").split(",")) else found.get("all", "")
+    return address if "://" in address else f"http://{address}" if address else None
 
 
 def secure(profile: Profile) -> bool:

@@ -68,8 +68,8 @@ class LoaderControl(ControlWire):
         """Compare every byte on disk with its digest. Raises ``CorruptCheckpoint``."""
         await self.ask(Validate(request=self.number, model=model), Done, deadline_s, report=report)
 
-    async def delete(self, model: str, deadline_s: float = DEADLINE_S) -> None:
-        """Remove a model from disk and memory."""
+    async def delete(self, model: str, deadline_s: float = 3600.0) -> None:
+        """Remove a model from disk and memory: what runs ends first, and files of many gigabytes take their time."""
         await self.ask(Delete(request=self.number, model=model), Done, deadline_s)
 
     async def prefetch(

@@ -24,6 +24,7 @@ from sllm_runtime.protocol.loader import (
     Answer,
     Cancel,
     Copy,
+    Delete,
     Failed,
     Granted,
     Hello,
@@ -140,7 +141,7 @@ class ControlWire:
         return answer, received
 
     def _turns(self, request: Any) -> asyncio.Semaphore:
-        return self._long if isinstance(request, Register | Validate | Copy | Load) else self._short
+        return self._long if isinstance(request, Register | Validate | Copy | Load | Delete) else self._short
 
     async def _answer(self, request: Any, report: Report | None, fds: Sequence[int]) -> tuple[Answer, list[int]]:
         wire = self._wire

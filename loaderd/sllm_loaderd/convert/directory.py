@@ -80,7 +80,10 @@ def _write(
 ) -> str:
     tensors = open_source(source, keep=options.keep)
     try:
-        files = {**tensors.extras.files, **(small_files(source) if source.is_dir() else {})}
+        derived, given = tensors.extras.files, small_files(source) if source.is_dir() else {}
+        if _CONFIG in derived:  # which it is not where the given one describes a model
+            given.pop(_CONFIG, None)
+        files = {**derived, **given}
         for name, data in files.items():
             write_durable(target / name, data)
         plan = _plan(target, tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sllm_loaderd.convert.source import TensorSource
+from sllm_loaderd.files import small_files
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, partition_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
@@ -54,9 +55,11 @@ def open_source(path: Path, *, keep: bool = False) -> TensorSource:
 
         return AdapterSource(files[0])
     if kind == "gguf":
+        from sllm_loaderd.convert.gguf.config import is_label
         from sllm_loaderd.convert.gguf.source import GgufSource
 
-        own = {entry.name for entry in path.iterdir() if entry.is_file()} if path.is_dir() else set()
+        given = small_files(path) if path.is_dir() else {}
+        own = {name for name, data in given.items() if name != "config.json" or not is_label(data)}
         return GgufSource(files, keep=keep, given=own)
     if kind == "torch":
         from sllm_loaderd.convert.torch_files import TorchSource

@@ -24,8 +24,8 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class SourceExtras:
-    """What a format knows beyond its tensors: small files derived from it (one of that name in the directory wins),
-    what packed tensors hold, and of which model it is an adapter."""
+    """What a format knows beyond its tensors: small files derived from it (but for config.json, one of that name in the
+    directory wins), what packed tensors hold, and of which model it is an adapter."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     quants: tuple[QuantRecord, ...] = ()

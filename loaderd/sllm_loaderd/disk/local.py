@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from sllm_loaderd.disk.cached import cached_bytes
-from sllm_loaderd.files import open_file, read_exactly
+from sllm_loaderd.files import open_file, read_exactly, require_enough
 from sllm_loaderd.reader import BUFFERED, CACHED, DIRECT
 from sllm_runtime.protocol.checkpoint import BLOCK_ALIGN, partition_name
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound
@@ -33,6 +33,7 @@ class LocalFile:
         try:
             self._fd = open_file(file)
         except OSError as error:
+            require_enough(error, file)
             kind = ModelNotFound if error.errno == errno.ENOENT else CorruptCheckpoint
             text = f"{file} cannot be opened: {error.strerror}; restore it or convert the model again"
             raise kind(text, field=str(file)) from error
@@ -110,6 +111,7 @@ def _open_direct(fd: int, file: Path) -> int | None:
     except OSError as error:
         if error.errno in _REFUSED:
             return None
+        require_enough(error, file)
         raise InvalidCheckpoint(f"{file} cannot be opened: {error.strerror}", field=str(file)) from error
 
 

@@ -101,7 +101,12 @@ class PeerServer(http.server.ThreadingHTTPServer):
             if len(self._strangers) >= _MOST_STRANGERS:  # the oldest is the least likely to be a peer
                 self._end_stranger(next(iter(self._strangers)))
             self._strangers[request] = time.monotonic()
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError as error:
+            log.warning("the peer %s is hung up on: %s", client_address, error)
+            vars(self)["_threads"].reap()  # who closes joins what is there, and what never began cannot be joined
+            self.shutdown_request(request)
 
     def service_actions(self) -> None:
         """Now and then: strangers have had their time."""

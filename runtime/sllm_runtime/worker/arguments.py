@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import PydanticSerializationError, to_json
 
 from sllm_runtime.protocol.arguments import base, further
 from sllm_runtime.protocol.errors import InvalidArgument, InvalidRequest, MalformedJson
@@ -61,7 +62,12 @@ class Arguments:
         try:
             record = self._model.model_validate(given)
         except ValidationError as error:
-            raise _refused(error, given) from error
+            try:  # what takes no other type's values (``strict``) takes what JSON has for its own
+                record = self._model.model_validate_json(to_json(given))
+            except (PydanticSerializationError, UnicodeError):
+                raise _refused(error, given) from error
+            except ValidationError as other:
+                raise _refused(min(error, other, key=ValidationError.error_count), given) from error
         values = {name: getattr(record, key) for key, name in self._names.items() if key in record.model_fields_set}
         return values | (record.model_extra or {})
 

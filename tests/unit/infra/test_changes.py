@@ -58,15 +58,16 @@ def sts() -> Iterator[str]:
 
 
 class Module:
-    """A module as the root one, whose plans the real provider makes."""
+    """A module as the root one, whose plans the real provider makes. ``given``: what it needs beside ``GIVEN``."""
 
-    def __init__(self, folder: Path, name: str, sts: str) -> None:
+    def __init__(self, folder: Path, name: str, sts: str, **given: object) -> None:
         shutil.copytree(TERRAFORM, folder / "terraform", ignore=shutil.ignore_patterns(".terraform*", "tests"))
         self.folder, self.home = folder / "terraform" / name, folder / "home"
         (self.folder / "provider.tf").write_text(PROVIDER.replace("STS", sts))
         declared = (self.folder / "variables.tf").read_text()
         self.given = {key: value for key, value in COMMON.items() if f'variable "{key}"' in declared}
-        self.given |= GIVEN[name] | {"artifact_url": "s3://models/sllm.tar.gz"}
+        self.given |= GIVEN.get(name, {}) | given
+        self.given |= {"artifact_url": "s3://models/sllm.tar.gz"} if 'variable "artifact_url"' in declared else {}
         terraform(self.folder, self.home, "init", "-backend=false", "-input=false")
 
     def plan(self, **more: object) -> dict[str, Any]:
@@ -84,8 +85,10 @@ class Module:
         ]
         provider = 'provider["registry.terraform.io/hashicorp/aws"]'
         resource = {"mode": "managed", "type": kind, "name": name, "provider": provider, "instances": each}
+        file = self.folder / "terraform.tfstate"
         state = {"version": 4, "terraform_version": "1.9.0", "serial": 1, "lineage": "x", "outputs": {}}
-        (self.folder / "terraform.tfstate").write_text(json.dumps(state | {"resources": [resource]}))
+        resources = json.loads(file.read_text())["resources"] if file.exists() else []
+        file.write_text(json.dumps(state | {"resources": [*resources, resource]}))
 
 
 @pytest.mark.timeout(600)
@@ -154,3 +157,24 @@ def test_a_release_does_not_replace_the_target_group_of_gateways_that_serve(tmp_
     module.there("aws_lb_target_group", "gateways", {"": made | {"id": arn, "arn": arn}}, schema=0)
     change = module.plan()[address]
     assert change["actions"] in (["no-op"], ["update"]), change.get("replace_paths")
+
+
+@pytest.mark.timeout(600)
+def test_zones_in_another_order_take_no_subnet_away(tmp_path: Path, sts: str) -> None:
+    """Servers of NATS go with their subnets: two or three of them at once."""
+    zones = ["us-east-1a", "us-east-1b", "us-east-1c"]
+    module = Module(tmp_path, "modules/network", sts, zones=zones, bucket_arns=["arn:aws:s3:::models"])
+    planned = module.plan()
+    vpc = planned["aws_vpc.this"]["after"] | {"id": "vpc-1", "arn": "arn:aws:ec2:us-east-1:123456789012:vpc/vpc-1"}
+    module.there("aws_vpc", "this", {"": vpc})
+    for kind in ("public", "private"):
+        made = {zone: planned[f'aws_subnet.{kind}["{zone}"]']["after"] for zone in zones}
+        own = {zone: after | {"id": f"subnet-{kind}-{zone}", "vpc_id": "vpc-1"} for zone, after in made.items()}
+        module.there("aws_subnet", kind, own)
+    subnets = [f'aws_subnet.{kind}["{zone}"]' for kind in ("public", "private") for zone in zones]
+    same = module.plan()
+    assert [same[each]["actions"] for each in subnets] == [["no-op"]] * 6
+    other = module.plan(zones=["us-east-1b", "us-east-1a", "us-east-1c"])
+    assert {each: other[each]["actions"] for each in subnets} == {each: ["no-op"] for each in subnets}
+    moved = module.plan(zones=zones, cidr="10.43.0.0/16")['aws_subnet.private["us-east-1b"]']
+    assert (moved["actions"], moved["after"]["cidr_block"]) == (["delete", "create"], "10.43.144.0/20")

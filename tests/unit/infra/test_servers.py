@@ -269,4 +269,15 @@ def test_a_gateway_that_hangs_is_killed_and_one_that_is_not_ready_is_left(
     (told,) = machine.calls("aws")
     group = "--auto-scaling-group-name prod-gateway --lifecycle-hook-name arrive --lifecycle-action-result CONTINUE"
     assert group in told
-    assert machine.calls("systemctl") == ["systemctl kill --signal=KILL sllm-gateway.service"] * killed
+    kills = [call for call in machine.calls("systemctl") if call.startswith("systemctl kill ")]
+    assert kills == ["systemctl kill --signal=KILL sllm-gateway.service"] * killed
+
+
+def test_a_gateway_that_drains_is_not_killed_for_its_silence(tmp_path: Path, store: Path) -> None:
+    """One that is stopped listens no more from the beginning of its drain on, and has ``drain_s`` for its calls."""
+    machine = machine_of(tmp_path, "gateway", store)
+    machine.answer("curl", machine.answered("curl").replace("*instance-id)", HEALTH + "*instance-id)"))
+    machine.answer("sleep", TURNS.replace("THEN", ': >"$STATE/hangs"'))
+    machine.answer("systemctl", '[ "$1" != is-active ] || exit 3  # deactivating\n')
+    machine.run("watch.sh")
+    assert not [call for call in machine.calls("systemctl") if call.startswith("systemctl kill ")]

@@ -86,6 +86,10 @@ GIVEN: dict[str, dict[str, object]] = {
         "secret_prefix": "sllm-prod",
     },
 }
+OF_A_NETWORK: dict[str, object] = {
+    "zones": ["us-east-1a", "us-east-1b", "us-east-1c"],
+    "bucket_arns": ["arn:aws:s3:::models"],
+}
 COMMON: dict[str, object] = {
     "name": "prod",
     "region": "us-east-1",
@@ -97,7 +101,7 @@ COMMON: dict[str, object] = {
 }
 
 
-def planned(folder: Path, name: str, key: str = "sllm.tar.gz", **more: object) -> str:
+def planned(folder: Path, name: str, key: object = "sllm.tar.gz", **more: object) -> str:
     """What terraform says of the variables alone of that module, with an artifact of that ``key`` and ``more``."""
     for file in ("variables.tf", "shapes.tf"):
         if (TERRAFORM / name / file).exists():
@@ -105,7 +109,8 @@ def planned(folder: Path, name: str, key: str = "sllm.tar.gz", **more: object) -
     scheme = "gs" if name.startswith("gcp") else "s3"
     declared = (folder / "variables.tf").read_text()
     given = {variable: value for variable, value in COMMON.items() if f'variable "{variable}"' in declared}
-    given |= GIVEN[name] | {"artifact_url": f"{scheme}://models/{key}"} | more
+    given |= GIVEN.get(name, OF_A_NETWORK) | more
+    given |= {"artifact_url": f"{scheme}://models/{key}"} if 'variable "artifact_url"' in declared else {}
     (folder / "given.tfvars.json").write_text(json.dumps(given))
     command = ["terraform", "plan", "-input=false", "-no-color", "-var-file=given.tfvars.json"]
     own = environment(folder / "home")
@@ -136,6 +141,60 @@ def test_no_artifacts_key_is_more_than_a_word_to_the_boot_scripts_shell(tmp_path
 def test_a_setting_is_one_line_of_the_daemons_environment(tmp_path: Path, name: str) -> None:
     assert planned(tmp_path, name, settings={"SLLM_POOL_SIZE": "4"}) == ""
     assert "of one line" in planned(tmp_path, name, settings={"SLLM_POOL_SIZE": "4\nSLLM_HOME=/tmp"})
+
+
+def test_what_aws_does_to_a_pool_by_itself_is_told() -> None:
+    """With spot instances its group ends nodes that neither the controller nor anybody by hand has picked."""
+    assert "capacity_rebalance        = var.spot_percentage > 0" in (TERRAFORM / "modules/gpu_pool/main.tf").read_text()
+    for page in (ROOT / "docs/terraform.md", TERRAFORM / "modules/gpu_pool/README.md"):
+        assert "`capacity_rebalance`" in page.read_text(), page
+
+
+@pytest.mark.terraform
+@pytest.mark.parametrize("name", ["pool", "zone", "type", "market"])
+def test_a_pools_labels_are_none_that_its_nodes_have_anyway(tmp_path: Path, name: str) -> None:
+    """A node's own come later, and win: the controller would make nodes for a start that fits none of them."""
+    assert planned(tmp_path, "modules/gpu_pool", labels={"tier": "standard"}) == ""
+    assert "labels" in planned(tmp_path, "modules/gpu_pool", labels={name: "a"})
+
+
+@pytest.mark.terraform
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("gpus", "H200"),
+        ("gpus", "H200:8"),
+        ("gpus", "8xH200:141GiB"),
+        ("gpus", "H200:141GiB:8"),
+        ("memory", "1024 Gigs"),
+        ("memory", "0GiB"),
+        ("cpu", 0),
+    ],
+)
+def test_a_nodes_shape_is_one_that_controllers_take(tmp_path: Path, field: str, value: object) -> None:
+    """It is the settings of every controller: none of them starts with one that it cannot read."""
+    pool = {"instance_types": ["p5e.48xlarge"]}
+    shape = {"cpu": 192, "memory": "1024GiB", "gpus": ",".join(["H200:141GiB"] * 8)}
+    assert planned(tmp_path, "modules/gpu_pool", **pool, node_shape=shape) == ""
+    assert "node_shape" in planned(tmp_path, "modules/gpu_pool", **pool, node_shape=shape | {field: value})
+
+
+@pytest.mark.terraform
+@pytest.mark.parametrize(
+    ("name", "port"),
+    [
+        ("modules/gateway", "port"),
+        ("modules/network", "gateway_port"),
+        ("modules/network", "peer_port"),
+        ("modules/gpu_pool", "peer_port"),
+        ("gcp/gpu_pool", "peer_port"),
+    ],
+)
+def test_a_port_is_one_that_the_daemons_account_may_listen_at(tmp_path: Path, name: str, port: str) -> None:
+    """Below 1024 the kernel lets root alone, which no daemon is: no machine would ever be READY."""
+    assert planned(tmp_path, name, **{port: 8700}) == ""
+    for wrong in (80, 1023, 65536, 8600.5):
+        assert f"{port} is" in planned(tmp_path, name, **{port: wrong}), wrong
 
 
 @pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed: make infra-tools")

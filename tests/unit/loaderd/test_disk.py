@@ -16,7 +16,7 @@ from sllm_loaderd.disk.cached import cached_bytes
 from sllm_loaderd.disk.local import LocalFile, LocalPartition
 from sllm_loaderd.reader import Segment, SegmentedPartition, together
 from sllm_runtime.protocol.checkpoint import partition_name
-from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound, SllmError
+from sllm_runtime.protocol.errors import CorruptCheckpoint, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
 from tests.fixtures.loaderd import drop
 
 SIZE = 5 * 4096 + 123
@@ -171,3 +171,18 @@ def test_a_file_that_cannot_be_opened_twice_is_not_left_open(file: Path, monkeyp
     with pytest.raises(SllmError):
         LocalFile(file)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_machine_that_is_short_of_memory_says_nothing_of_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``CorruptCheckpoint`` would have the SSD copy removed, and a person told to convert the model again."""
+    source = LocalFile(file)
+
+    def short(*_: object) -> int:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "preadv", short)
+    with pytest.raises(Unavailable, match="Cannot allocate memory; try again"):
+        source.read(memoryview(bytearray(16)), 0)
+    source.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import threading
 from collections.abc import Coroutine, Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sllm_loaderd.client import LoaderControl
+from sllm_loaderd.daemon import registration
 from sllm_loaderd.eviction import EVICT_S, evict
 from sllm_loaderd.store import StoredModel
 from sllm_runtime.protocol.errors import Conflict
@@ -77,3 +80,9 @@ async def test_reads_that_nobody_waits_for_end_first(model: StoredModel, device:
         assert (node.pool.status().used, node.devices[0].used) == (0, 0)
         assert source.closed
         await dropped(node, model)  # what is not there is no error
+
+
+def test_who_deletes_waits_as_long_as_what_is_let_end_first() -> None:
+    """Twice what runs, and conversions; then files of hundreds of gigabytes go, for which there is no bound at all."""
+    waits = 2 * EVICT_S + 2 * 2 * registration._STOP_S
+    assert inspect.signature(LoaderControl.delete).parameters["deadline_s"].default > waits

@@ -118,3 +118,16 @@ async def test_a_daemon_without_descriptors_outlives_the_invoker_that_asks_how_i
         finally:
             await tasks.close()
             await loader.close()
+
+
+async def test_a_model_that_nobody_can_open_just_now_is_not_called_damaged(tmp_path: Path) -> None:
+    checkpoint, _ = small_checkpoint(tmp_path / "model")
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(str(checkpoint))
+        pid = daemon.process.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        with pytest.raises(Unavailable, match="Too many open files"):
+            await daemon.control.prefetch(info.model)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        await daemon.control.prefetch(info.model)

@@ -306,3 +306,16 @@ async def test_a_node_takes_a_gguf_file_as_a_model(tmp_path: Path) -> None:
     assert info.architecture == "Qwen3ForCausalLM"
     assert info.order == "traced"
     assert again.model == info.model
+
+
+def test_a_label_beside_the_file_is_no_description_of_it(tmp_path: Path) -> None:
+    """As hubs have it: all else would be the defaults of a class, another theta among it, and nobody would be told."""
+    model, directory = model_of("llama3"), tmp_path / "model"
+    directory.mkdir()
+    write_gguf(directory / "model.gguf", "llama3", arrays_of("llama3", model), model.config)
+    alone = converted(directory, tmp_path / "alone")
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    beside = converted(directory, tmp_path / "beside")
+    config = json.loads((beside.directory / "config.json").read_text())
+    assert config["hidden_size"] == model.config.hidden_size
+    assert beside.digest == alone.digest

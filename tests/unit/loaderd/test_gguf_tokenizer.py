@@ -236,3 +236,20 @@ def test_a_header_of_gigabytes_is_refused_before_it_is_in_memory(kind: int, tmp_
         assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_a_text_that_is_cut_in_an_unknown_way_gets_no_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
+    """llama.cpp refuses such a file. As GPT-2 cuts it would be other tokens than the model has learnt."""
+    assert derive_tokenizer("llama", byte_level("deepseek-coder", LLAMA3)) == {}
+    assert "deepseek-coder" in caplog.text
+    assert derive_tokenizer("gpt2", byte_level("gpt-2", LLAMA3))
+
+
+def test_digits_stand_alone_where_the_vocabulary_was_learnt_so() -> None:
+    """SmolLM, which is a llama to llama.cpp."""
+    keys = byte_level("smollm", [("12", NORMAL)])
+    keys["tokenizer.ggml.merges"].append("1 2")
+    assert texts_of("llama", keys, "12") == ["1", "2"]
+    plain = byte_level("gpt-2", [("12", NORMAL)])
+    plain["tokenizer.ggml.merges"].append("1 2")
+    assert texts_of("gpt2", plain, "12") == ["12"]

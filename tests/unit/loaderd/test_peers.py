@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -281,3 +282,18 @@ async def test_stopping_ends_a_peer_that_reads_nothing(tmp_path: Path) -> None:
             assert peer.recv(100).startswith(b"HTTP/1.1 200")
             one.process.terminate()
             assert await asyncio.to_thread(one.process.wait, WAIT / 2) == 0
+
+
+def test_a_server_that_had_no_thread_for_the_last_peer_stops_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if "process_request_thread" in thread.name:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    with in_this_process() as running:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with socket.create_connection(("127.0.0.1", running.server_address[1]), timeout=WAIT) as peer:
+            assert peer.recv(1) == b"", "it is hung up on"
+        monkeypatch.undo()

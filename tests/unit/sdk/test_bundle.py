@@ -83,6 +83,11 @@ def test_files_beside_the_function_travel_and_rubbish_does_not(tmp_path: Path) -
     assert zipfile.ZipFile(io.BytesIO(built.data)).read("prompts/a.txt") == b"a"
 
 
+def test_a_virtual_environment_stays_whatever_its_name(tmp_path: Path) -> None:
+    tree = {"env/pyvenv.cfg": "", "env/lib/a.py": "", "py/3/pyvenv.cfg": "", "envs/b.py": "", "function.py": FUNCTION}
+    assert build(write(tmp_path, tree)).files == ("envs/b.py", "function.py")
+
+
 def test_patterns(tmp_path: Path) -> None:
     write(tmp_path, {"function.py": FUNCTION, "data/big.csv": "1", "data/small.csv": "2", "w.pt": "3", "notes.md": "4"})
     write(tmp_path, {".sllmignore": "# comment\ndata/\n*.md\n!w.pt\n"})
@@ -355,6 +360,58 @@ target = pickle.load(open("function.pkl", "rb"))
 print(target(**Arguments(target).convert({"how": {"mark": "!"}})).frame)
 """
     assert bundled(tmp_path, "-c", call) == b"!\n"
+
+
+RECORDS = """
+from __future__ import annotations
+import sys
+from datetime import datetime
+from typing import NamedTuple, NewType
+from pydantic import BaseModel
+from typing_extensions import Required, TypeAliasType, TypedDict
+from sllm import bundle, model_function
+
+Name = NewType("Name", str)
+Names = TypeAliasType("Names", list[Name])
+
+class Told(TypedDict, total=False):
+    when: Required[datetime]
+
+class Outer(BaseModel):
+    below: Below
+
+class Below(BaseModel):
+    told: Told
+
+class Inner(NamedTuple):
+    when: datetime
+
+class Point(NamedTuple):
+    x: int
+    inner: Inner
+
+@model_function
+def hello(p: Point, name: Name, names: Names, told: Told, outer: Outer) -> str:
+    return f"{name} {type(p).__name__} {p.inner.when.year} {names[0]} {told['when'].year} {type(outer.below).__name__}"
+
+sys.stdout.buffer.write(bundle.build(hello).data)
+"""
+
+
+def test_types_of_all_kinds_of_main_travel(tmp_path: Path) -> None:
+    write(tmp_path, {"main.py": RECORDS})
+    data = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, "main.py"))).read("function.pkl")
+    (tmp_path / "function.pkl").write_bytes(data)
+    call = """
+import pickle
+from sllm_runtime.worker.arguments import Arguments
+target = pickle.load(open("function.pkl", "rb"))
+when = "2026-01-02T03:04:05"
+told = {"when": when}
+given = {"p": [1, [when]], "name": "me", "names": ["you"], "told": told, "outer": {"below": {"told": told}}}
+print(target(**Arguments(target).convert(given)))
+"""
+    assert bundled(tmp_path, "-c", call) == b"me Point 2026 you 2026 Below\n"
 
 
 MAIN = """

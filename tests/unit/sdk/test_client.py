@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from datetime import date
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from sllm_runtime.protocol.errors import (
     InstanceLost,
     InternalError,
     InvalidArgument,
+    InvalidRequest,
     QueueFull,
     SllmError,
     StartFailed,
@@ -677,6 +679,43 @@ def test_no_proxy_sees_what_is_for_this_machine(gateway: Gateway, monkeypatch: p
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     gateway.will(Answer(json=1))
     assert _call_blocking("chat") == 1
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Answers 1 in the place of whoever is asked."""
+
+    def do_POST(self) -> None:
+        assert self.path.startswith("http://127.1:9/")
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(b"1")
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        return
+
+
+@pytest.mark.parametrize("name", ["ALL_PROXY", "HTTP_PROXY"])
+def test_the_proxy_of_the_environment_is_asked_for_another_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        proxy.timeout = GIVE_UP_S
+        thread = threading.Thread(target=proxy.handle_request, daemon=True)
+        thread.start()
+        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+        with Client("http://127.1:9", "token", retry=QUICK) as client:  # a name of another machine, as far as we know
+            assert client.call("chat", {}) == 1
+        thread.join()
+        monkeypatch.setenv("NO_PROXY", "*")
+        with Client("http://127.1:9", "token", retry=QUICK) as client, pytest.raises(Unavailable):
+            client.call("chat", {})
+
+
+@pytest.mark.parametrize("address", ["socks5://127.0.0.1:9", "ftp://127.0.0.1:9", "http://[::1"])
+def test_a_proxy_that_cannot_be_used_is_no_bug_of_ours(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", address)
+    with pytest.raises(InvalidRequest, match="the proxy that the environment names"):
+        Client("http://127.1:9", "token")
 
 
 def test_connections_notice_a_dead_peer(gateway: Gateway) -> None:

@@ -1,7 +1,9 @@
 """From hints to a call's JSON Schema and kind."""
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from enum import Flag
 from typing import Annotated, Any, TypedDict, Unpack
 
 import jsonschema_rs
@@ -11,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from sllm import signature
 from sllm.model import Model
+from sllm.transport import encoded
 from sllm_runtime.protocol.errors import InvalidManifest
 from sllm_runtime.worker.arguments import Arguments
 
@@ -197,3 +200,19 @@ def test_unpack_of_typing_extensions_is_one() -> None:
     """On Python 3.11 another one than typing's, and the one that pydantic's TypedDict has to come with."""
     assert signature.input_schema(named)["additionalProperties"] is True
     assert Arguments(named).parse(b'{"text":"a","word":"b"}') == {"text": "a", "word": "b"}
+
+
+class Rights(Flag):
+    READ = 1
+    WRITE = 2
+
+
+def flagged(rights: Rights) -> int:
+    return rights.value
+
+
+@pytest.mark.parametrize("rights", [Rights.READ, Rights.READ | Rights.WRITE])
+def test_flags_come_together(rights: Rights) -> None:
+    body = encoded({"rights": rights})
+    assert jsonschema_rs.is_valid(signature.input_schema(flagged), json.loads(body))
+    assert Arguments(flagged).parse(body) == {"rights": rights}

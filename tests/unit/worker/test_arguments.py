@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from enum import Enum
 from typing import Any
 from uuid import UUID
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from sllm_runtime.protocol.errors import InvalidArgument
 from sllm_runtime.worker.arguments import Arguments
@@ -89,3 +90,30 @@ def test_a_wrong_argument_is_named_as_its_caller_gave_it(given: dict[str, Any], 
     with pytest.raises(InvalidArgument) as refused:
         bind(unions, None).arguments.parse(json.dumps(given).encode())
     assert refused.value.field == field
+
+
+class Kind(Enum):
+    LONG = "long"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+    when: datetime
+    id: UUID
+    kind: Kind
+    pair: tuple[int, int]
+
+
+def strictly(record: Strict) -> Any:
+    return record
+
+
+def test_what_is_strict_takes_what_json_has_for_its_values() -> None:
+    """JSON has no dates: by another rule nothing that a caller can send would do."""
+    given = Strict(when=datetime(2026, 1, 2), id=UUID(int=1), kind=Kind.LONG, pair=(1, 2))
+    parse = Arguments(strictly).parse
+    body = b'{"record": %b}' % given.model_dump_json().encode()
+    assert parse(body) == {"record": given}
+    with pytest.raises(InvalidArgument) as refused:
+        parse(body.replace(b"[1,2]", b'["1",2]'))
+    assert refused.value.field == "record.pair.0"

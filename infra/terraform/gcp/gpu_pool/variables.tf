@@ -177,6 +177,11 @@ variable "peer_port" {
   description = "Port at which nodes serve models to each other."
   type        = number
   default     = 8610
+
+  validation {
+    condition     = var.peer_port >= 1024 && var.peer_port <= 65535 && floor(var.peer_port) == var.peer_port
+    error_message = "peer_port is 1024 to 65535: nodes are not root, which alone may listen below."
+  }
 }
 
 variable "settings" {

@@ -28,8 +28,8 @@ while true; do
             arrived=yes
             say "READY $(cut -d ' ' -f 1 /proc/uptime) s after boot"
         fi
-    elif answers livez; then
-        silent=0
+    elif answers livez || ! systemctl is-active --quiet sllm-gateway.service; then
+        silent=0 # also one that is being stopped: it listens no more, and has its drain for the calls it has
     else
         silent=$((silent + 1))
     fi

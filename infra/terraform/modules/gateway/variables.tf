@@ -105,6 +105,11 @@ variable "port" {
   description = "Port of the gateways behind the load balancer; as gateway_port of modules/network."
   type        = number
   default     = 8600
+
+  validation {
+    condition     = var.port >= 1024 && var.port <= 65535 && floor(var.port) == var.port
+    error_message = "port is 1024 to 65535: gateways are not root, which alone may listen below."
+  }
 }
 
 variable "idle_timeout_s" {

@@ -63,6 +63,15 @@ variable "node_shape" {
     condition     = var.node_shape != null || contains(keys(local.shapes), try(var.instance_types[0], ""))
     error_message = "node_shape is needed for this instance type: what is known are some sizes of g5, g6, g6e, p5 (shapes.tf)."
   }
+
+  # All controllers are told of it: none would start with one that it cannot read.
+  validation {
+    condition = var.node_shape == null ? true : (
+      var.node_shape.cpu > 0 && can(regex("^[1-9][0-9]*(\\.[0-9]+)?[kKMGT]?i?[bB]?$", var.node_shape.memory)) &&
+      alltrue([for gpu in split(",", var.node_shape.gpus) : can(regex("^[A-Za-z][A-Za-z0-9._-]*:[1-9][0-9]*(\\.[0-9]+)?[kKMGT]i?[bB]?$", gpu))])
+    )
+    error_message = "node_shape has cores, memory as 16GiB, and each GPU by its kind and memory, as L4:24GiB,L4:24GiB."
+  }
 }
 
 variable "min_size" {
@@ -77,7 +86,7 @@ variable "min_size" {
 }
 
 variable "max_size" {
-  description = "Most nodes at a time: what bounds the bill."
+  description = "Most nodes at a time: what bounds the bill. A spot instance that AWS is about to take back may be one more for the minutes in which it is replaced."
   type        = number
   default     = 4
 
@@ -237,7 +246,7 @@ variable "peer_port" {
   default     = 8610
 
   validation {
-    condition     = var.peer_port >= 1024 && var.peer_port <= 65535
+    condition     = var.peer_port >= 1024 && var.peer_port <= 65535 && floor(var.peer_port) == var.peer_port
     error_message = "peer_port is 1024 to 65535."
   }
 }
@@ -266,6 +275,11 @@ variable "labels" {
   validation {
     condition     = alltrue([for name, value in var.labels : can(regex("^[a-z][a-z0-9_-]*$", name)) && can(regex("^[A-Za-z0-9_.-]+$", value))])
     error_message = "labels has plain words: name and value of letters, digits, dots, underscores and hyphens."
+  }
+
+  validation {
+    condition     = length(setintersection(keys(var.labels), ["pool", "zone", "type", "market"])) == 0
+    error_message = "labels has none of pool, zone, type and market: a node has its own, which the controller could not know before."
   }
 }
 

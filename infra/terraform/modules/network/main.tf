@@ -33,6 +33,12 @@ resource "aws_subnet" "public" {
   cidr_block              = cidrsubnet(var.cidr, 4, each.value)
   map_public_ip_on_launch = false
   tags                    = merge(local.tags, { Name = "${var.name}-public-${each.key}" })
+
+  # A zone keeps the addresses that it was given: in another order of the zones all would be made anew, and what is in
+  # them, so NATS servers, two or three at once.
+  lifecycle {
+    ignore_changes = [cidr_block]
+  }
 }
 
 resource "aws_subnet" "private" {
@@ -43,6 +49,10 @@ resource "aws_subnet" "private" {
   cidr_block              = cidrsubnet(var.cidr, 4, 8 + each.value)
   map_public_ip_on_launch = false
   tags                    = merge(local.tags, { Name = "${var.name}-private-${each.key}" })
+
+  lifecycle {
+    ignore_changes = [cidr_block]
+  }
 }
 
 resource "aws_internet_gateway" "this" {

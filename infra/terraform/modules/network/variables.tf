@@ -30,7 +30,7 @@ variable "cidr" {
 }
 
 variable "zones" {
-  description = "Availability zones, as [\"us-east-1a\", \"us-east-1b\", \"us-east-1c\"]. NATS puts one server into each, so three outlive the loss of one."
+  description = "Availability zones, as [\"us-east-1a\", \"us-east-1b\", \"us-east-1c\"]. NATS puts one server into each, so three outlive the loss of one. Further ones go to the end: a zone's place gives its addresses when it is made."
   type        = list(string)
 
   validation {
@@ -86,6 +86,11 @@ variable "gateway_port" {
   description = "Port of the gateways behind the load balancer."
   type        = number
   default     = 8600
+
+  validation {
+    condition     = var.gateway_port >= 1024 && var.gateway_port <= 65535 && floor(var.gateway_port) == var.gateway_port
+    error_message = "gateway_port is 1024 to 65535: gateways are not root, which alone may listen below."
+  }
 }
 
 variable "monitor_security_group_ids" {
@@ -98,6 +103,11 @@ variable "peer_port" {
   description = "Port at which nodes serve models to each other."
   type        = number
   default     = 8610
+
+  validation {
+    condition     = var.peer_port >= 1024 && var.peer_port <= 65535 && floor(var.peer_port) == var.peer_port
+    error_message = "peer_port is 1024 to 65535: nodes are not root, which alone may listen below."
+  }
 }
 
 variable "flow_log_days" {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -22,6 +23,20 @@ _ENDS: Final = frozenset({
 """Tokens that end an output whatever the file says, as llama.cpp has it: most files name one of several alone."""
 _GEMMA_27B: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the models that scale queries by the width of a head in the residual stream, as llama.cpp tells them."""
+
+
+_DEPTHS: Final = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "text_config"})
+"""One of these says how deep a model is in a ``config.json`` that describes one."""
+
+
+def is_label(config: bytes) -> bool:
+    """Whether a ``config.json`` is but a label (``{"model_type": "mistral"}``), as hubs have them beside GGUF files:
+    what it leaves out would be a class's defaults, and the file says what it is."""
+    try:
+        found = json.loads(config)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and not _DEPTHS & found.keys()
 
 
 class Metadata:

@@ -27,6 +27,13 @@ _WHOLE_PIECES: Final = frozenset({
     "tekken",
 })  # fmt: skip
 """llama.cpp's names of Llama 3 and Mistral Nemo: pieces that are tokens are whole, texts have a first token."""
+_PLAIN: Final = frozenset({
+    "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code", "roberta-bpe",
+    "gigachat", "a.x-4.0", "mellum", "modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling",
+})  # fmt: skip
+"""llama.cpp's names of vocabularies whose texts are cut as GPT-2's."""
+_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+"""Those that are cut so behind their digits, each of which stands alone."""
 _OF_GEMMA: Final = frozenset({"gemma", "gemma2", "gemma3"})
 
 
@@ -37,8 +44,17 @@ def derive_tokenizer(architecture: str, metadata: Mapping[str, Value]) -> dict[s
         return {}
     fields = {name: metadata[key] for field, name in _FIELDS.items() if (key := f"tokenizer.ggml.{field}") in metadata}
     try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+            GGUF_PRE_TOKENIZER_SPLITS,
+            convert_gguf_tokenizer,
+        )
 
+        # The builders cut what they do not know as GPT-2: other tokens than the model has learnt, and nobody is told.
+        pre = metadata.get("tokenizer.ggml.pre", "default")
+        known = {"default", *_PLAIN, *_DIGITS, *GGUF_PRE_TOKENIZER_SPLITS}
+        if metadata.get("tokenizer.ggml.model") == "gpt2" and pre not in known:
+            log.warning("no tokenizer from this GGUF file: %r cuts texts in a way that is not known here", pre)
+            return {}
         backend, _ = convert_gguf_tokenizer(architecture, fields)
         content = _completed(json.loads(backend.to_str()), metadata, [str(token) for token in tokens], architecture)
     # The builders take a vocabulary as it is meant to be, and may raise anything on another, even a panic of Rust's,
@@ -98,6 +114,9 @@ def _completed(made: dict[str, Any], metadata: Mapping[str, Value], tokens: list
             added[number] = {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
                              "normalized": False, "special": kind == _CONTROL}  # fmt: skip
     made["added_tokens"] = [added[number] for number in sorted(added)]
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and metadata.get("tokenizer.ggml.pre") in _DIGITS:
+        alone = {"type": "Digits", "individual_digits": True}
+        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [alone, made["pre_tokenizer"]]}
     if metadata.get("tokenizer.ggml.pre") in _WHOLE_PIECES:
         made["model"]["ignore_merges"] = True
     if metadata.get("tokenizer.ggml.model") == "llama" and architecture not in _OF_GEMMA:
