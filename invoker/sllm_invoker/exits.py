@@ -92,5 +92,8 @@ def exhausted(instance: str, how: str, limit: int) -> SllmError:
 def lost_error(instance: str, end: Exit, tail: Sequence[str], killed: bool, limit: int, weights: int = 0) -> SllmError:
     """The error of a ready instance whose worker died."""
     lack = lack_of_memory(end, tail, killed, limit, weights)
-    why = f"ran out of memory (limit {show_bytes(limit)})" if lack is Lack.YES else "died"
-    return InstanceLost(f"instance {instance} {why} while it worked on this call: {end}{_perhaps(lack)}. Call again")
+    if lack is Lack.YES:
+        why, remedy = f"ran out of memory (limit {show_bytes(limit)})", "Raise `memory` of the function, or call again"
+    else:
+        why, remedy = "died", "Call again"
+    return InstanceLost(f"instance {instance} {why} while it worked on this call: {end}{_perhaps(lack)}. {remedy}")

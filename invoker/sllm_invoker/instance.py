@@ -160,10 +160,19 @@ class Instance:
             self._conclude(verdicts.failed(bug, self._account.stage))
 
     async def _image(self) -> str:
-        """Made before its start counts: ``startup_timeout`` runs from the sandbox on."""
+        """Made before its start counts, the base of this node's containers too: ``startup_timeout`` runs from the
+        sandbox on."""
         assert self._timer is not None
         self._timer.cancel()
-        found = await image_of(self.order, self._around.suppliers.images, self._report)
+        suppliers = self._around.suppliers
+        found = await image_of(self.order, suppliers.images, self._report)
+        if not found and suppliers.images is not None:
+            told = Progress(stage=SANDBOX, message="the image that all containers of this node run from is being made")
+            telling = asyncio.get_running_loop().call_later(limits.TOLD_AFTER_S, self._report, told)
+            try:
+                await suppliers.pool.begun()
+            finally:
+                telling.cancel()
         self._timer = asyncio.get_running_loop().call_later(self.order.manifest.startup_timeout, self._start_timed_out)
         return found
 

@@ -7,6 +7,7 @@ Those begin with the first start of their kind and end when others were asked fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -72,6 +73,12 @@ class WarmPools:
     def last_error(self) -> SllmError | None:
         """Why the last attempt to make a plain sandbox failed; None after a success."""
         return self._plain.last_error
+
+    async def begun(self) -> None:
+        """Wait until a sandbox could be begun: what all of them run from is there, or cannot be made now, which who
+        asks for one is told."""
+        with contextlib.suppress(SllmError):
+            await self._driver.ready()
 
     async def acquire(self, wish: Wish = PLAIN) -> Sandbox:
         """A sandbox, now the caller's to close: a warm one, or the next one that becomes warm. Who wishes the network,

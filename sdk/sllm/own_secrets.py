@@ -22,7 +22,10 @@ def secret(name: str) -> str:
         value = (Path(directory) / secret_name(name)).read_bytes()
     except (FileNotFoundError, ValueError) as error:
         where = f"in {directory}" if directory else f"here: {SECRETS_DIR} is not set"
-        text = f"there is no secret {name!a:.80} {where}; name it in secrets=[...] of @model_function"
+        text = (
+            f"there is no secret {name!a:.80} {where}; name it in secrets=[...] of @model_function, and for `sllm run`"
+            f" and .local() have a file of that name in the directory that {SECRETS_DIR} names"
+        )
         raise SecretNotFound(text, field="secrets") from error
     try:
         return value.decode()

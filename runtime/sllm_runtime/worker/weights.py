@@ -61,7 +61,14 @@ def build_known(config: Mapping[str, Any], loader: str, dtype: torch.dtype) -> n
                                "deploy the weights it was made from")  # fmt: skip
     if kind not in CONFIG_MAPPING:
         why = "it needs code from its repository, which is never run" if "auto_map" in config else "it is unknown here"
-        raise UnsupportedModel(f"architecture {architecture or kind!r} cannot run: {why}; use build() for a module")
+        if architecture or "model_type" in config:
+            said = f"architecture {architecture or kind!r} cannot run: {why}"
+        else:
+            said = f"this model cannot run by itself: it has no {CONFIG} that names an architecture"
+        raise UnsupportedModel(
+            f"{said}; for a module of your own say model_loader='build' and define build(), which returns it, in the"
+            " function's file"
+        )
     try:
         typed = CONFIG_MAPPING[kind].from_dict(dict(config))
         cls = _model_class(architecture, typed, loader)

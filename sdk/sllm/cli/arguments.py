@@ -40,6 +40,15 @@ def ambiguous(raw: str) -> bool:
     return True
 
 
+def meant(words: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Each word as its parameter takes it. ``schema``: of all arguments; what is no parameter's name is one of
+    ``**kwargs``, whose hint holds for each."""
+    further = schema.get("additionalProperties")
+    others = further if isinstance(further, Mapping) else None
+    schemas, named = schema.get("properties", {}), schema.get("$defs", {})
+    return {key: value(raw, schemas.get(key, others), named) for key, raw in words.items()}
+
+
 def value(raw: str, schema: Mapping[str, Any] | None, named: Mapping[str, Any] | None = None) -> Any:
     """What a word means: text where the parameter takes no other type, else JSON where it is JSON, else text.
     ``named``: ``$defs`` of the whole schema."""

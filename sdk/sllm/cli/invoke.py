@@ -80,16 +80,14 @@ def given_words(words: list[str] | None, args: str | None) -> tuple[dict[str, st
 
 def _meant(connection: Client, name: str, words: dict[str, str], version: int | None, *, quiet: bool) -> dict[str, Any]:
     """The words as the function's parameters take them; its types are only asked for where it matters."""
-    schemas: dict[str, Any] = {}
-    named: dict[str, Any] = {}
+    schema: dict[str, Any] = {}
     unsure = [f"{key}={raw}" for key, raw in words.items() if arguments.ambiguous(raw)]
     if unsure:
         view = FunctionView.model_validate(connection.request("GET", transport.about(name)))
         schema = view.manifest.handler.input_schema if view.manifest else {}
-        schemas, named = schema.get("properties", {}), schema.get("$defs", {})
         if version not in (None, view.active) and not quiet:  # the platform shows the manifest of the active one alone
             output.note(f"{' '.join(unsure)}: read by the types of v{view.active}, which is active; --args is exact")
-    return {key: arguments.value(raw, schemas.get(key), named) for key, raw in words.items()}
+    return arguments.meant(words, schema)
 
 
 def _stream(

@@ -26,9 +26,7 @@ def run(
     """Run one call of a function here, without a platform."""
     function = load.one(target)
     texts, given = given_words(words, args)
-    schema = signature.input_schema(function.target)
-    schemas, named = schema.get("properties", {}), schema.get("$defs", {})
-    given |= {key: arguments.value(raw, schemas.get(key), named) for key, raw in texts.items()}
+    given |= arguments.meant(texts, signature.input_schema(function.target))
     try:
         with ctrl_c.answer.in_users_code():
             _call(function, given, json)

@@ -54,6 +54,7 @@ def test_lack_of_memory_is_told_from_other_deaths(end: Exit, tail: list[str], ke
         assert ("ran out of memory" in message) is (lack is Lack.YES)
         assert ("for lack of memory, perhaps this one" in message) is (lack is Lack.PERHAPS)
     assert ("memory (limit 1.0 GiB)" in lost.message) is (lack is Lack.YES)
+    assert ("Raise `memory`" in lost.message) is (lack is Lack.YES), "the same call needs as much again"
 
 
 def test_how_it_ended_is_said() -> None:

@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sllm_invoker.bounds import MAX_TOKENS
 from sllm_invoker.node import Node, sandbox_environment
 from sllm_invoker.old_logs import LOGS_BYTES
 from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
+from sllm_invoker.sandbox import PLAIN, Wish
 from sllm_invoker.settings import InvokerSettings
 from sllm_runtime.platform.presence import LEFT_S
 from sllm_runtime.protocol import codec, limits, subjects
@@ -23,6 +25,7 @@ from sllm_runtime.protocol.node import KeepModels, ModelCommand, Ok, PrepareMode
 from sllm_runtime.protocol.records import ModelRecord, Term
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.worker import KERNELS
+from tests.fixtures import invoker as fixtures
 from tests.fixtures.invoker import BUNDLE, SCRIPTED, GatewayPeer, NodeUnderTest, node_under_test, order
 from tests.fixtures.loaderd import loaderd
 from tests.fixtures.nats import GATEWAY_2, NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
@@ -341,6 +344,41 @@ async def test_a_start_that_fails_says_in_which_stage_and_why(
     assert (status.error.code, status.error.stage) == (code, stage)
     assert words.format(patience) in status.error.message
     await until(lambda: node.status.free_memory == node.status.memory, what="what it held is free")
+
+
+class Building(ProcessDriver):
+    """Its sandboxes run from what is still being made, as containers do from their image on a node's first start."""
+
+    made = asyncio.Event()
+
+    async def ready(self, wish: Wish = PLAIN) -> None:
+        await self.made.wait()
+        await super().ready(wish)
+
+
+class NoOwnImages:
+    """Of a function with none of its own nothing is asked."""
+
+    async def ensure(self, image: str | None, requirements: Sequence[str], report: Callable[[str], None]) -> str:
+        raise AssertionError
+
+
+async def test_the_image_of_all_containers_is_made_before_a_start_counts(
+    nats: Nats,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Building, "made", asyncio.Event())
+    monkeypatch.setattr(fixtures, "ProcessDriver", Building)
+    monkeypatch.setattr(fixtures, "Node", partial(Node, images=NoOwnImages()))
+    async with node_under_test(nats, tmp_path) as node:
+        instance = await node.begin(startup_timeout=3.0)
+        await asyncio.sleep(4.0)
+        status = node.instance(instance)
+        assert status is not None
+        assert (status.state, status.error) == (InstanceState.STARTING, None), "the node is not ready, it does not hang"
+        Building.made.set()
+        await node.reaches(instance, InstanceState.READY)
 
 
 async def test_commands_are_idempotent_and_of_one_term(node: NodeUnderTest) -> None:

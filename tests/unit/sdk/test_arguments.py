@@ -49,6 +49,19 @@ def test_a_word_means_what_a_type_takes_that_has_a_name() -> None:
     assert meant == ["4", "4", 4, 4]
 
 
+def test_a_word_of_kwargs_means_what_their_hint_takes() -> None:
+    def texts(n: int, **more: str) -> None: ...
+    def named(**more: Bits) -> None: ...
+    def numbers(**more: int) -> None: ...
+    def anything(**more: object) -> None: ...
+
+    words = {"n": "2", "zip": "01234", "flag": "true"}
+    assert arguments.meant(words, signature.input_schema(texts)) == {"n": 2, "zip": "01234", "flag": "true"}
+    assert arguments.meant({"bits": "4"}, signature.input_schema(named)) == {"bits": "4"}
+    assert arguments.meant({"bits": "4"}, signature.input_schema(numbers)) == {"bits": 4}
+    assert arguments.meant({"bits": "4"}, signature.input_schema(anything)) == {"bits": 4}
+
+
 @given(st.text())
 def test_text_is_never_lost_where_text_is_taken(raw: str) -> None:
     assert arguments.value(raw, {"type": "string"}) == raw

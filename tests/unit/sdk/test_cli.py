@@ -121,6 +121,17 @@ def test_arguments_by_word_file_and_stdin(gateway: Gateway, tmp_path: Path) -> N
     assert [path for method, path, *_ in gateway.asked if method == "GET"] == ["/api/v1/functions/chat"]
 
 
+def test_words_of_kwargs_are_read_by_their_hint(tmp_path: Path) -> None:
+    file = tmp_path / "function.py"
+    file.write_text(
+        "from sllm import model_function\n\n\n@model_function()\ndef tags(n: int, **more: str) -> dict:\n"
+        "    return {'n': n, **more}\n"
+    )
+    assert document(here("run", str(file), "n=1", "zip=10115", "on=true", "--json")) == {
+        "n": 1, "zip": "10115", "on": "true"
+    }  # fmt: skip
+
+
 def test_words_for_another_version_are_read_by_the_types_of_the_active_one_which_is_said(gateway: Gateway) -> None:
     gateway.will(Answer(PIECES))
     said = here("fn", "invoke", "chat", "text=12", "n=12", "of=x", "--version", "2").stderr

@@ -68,3 +68,15 @@ def test_a_function_reads_the_value_as_it_was_stored(tmp_path: Path, monkeypatch
         secret("bytes")
     with pytest.raises(SecretNotFound, match="no secret 'other'"):
         secret("other")
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_who_runs_a_function_here_is_told_where_its_secrets_come_from(
+    directory: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It names the secret already: that alone would be no advice."""
+    monkeypatch.delenv("SLLM_SECRETS_DIR", raising=False)
+    if directory:
+        monkeypatch.setenv("SLLM_SECRETS_DIR", str(tmp_path))
+    with pytest.raises(SecretNotFound, match=r"`sllm run`.*have a file of that name in .*SLLM_SECRETS_DIR"):
+        secret("hf-token")

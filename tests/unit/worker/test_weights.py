@@ -134,6 +134,13 @@ def test_what_cannot_run_is_refused_by_name(tmp_path: Path, changes: dict[str, A
         checkpoint.module()
 
 
+def test_a_module_of_ones_own_is_told_what_to_say(tmp_path: Path) -> None:
+    words = r"no config.json that names an architecture.*model_loader='build'.*build\(\)"
+    with pytest.raises(UnsupportedModel, match=words) as raised:
+        weights.build_known({}, "auto", torch.float32)
+    assert "None" not in raised.value.message
+
+
 def test_what_is_no_causal_lm_is_not_made_one(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
     checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
