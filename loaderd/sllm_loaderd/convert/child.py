@@ -25,6 +25,7 @@ import psutil
 from sllm_loaderd.convert.child_messages import ChildError, ChildMessage, ChildOutcome, ChildProgress, ChildReady
 from sllm_loaderd.convert.direct import index_directly
 from sllm_loaderd.convert.directory import ConvertOptions, write_checkpoint
+from sllm_loaderd.convert.formats import is_converted
 from sllm_loaderd.convert.remote import take_index
 from sllm_loaderd.files import FULL
 from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
@@ -34,7 +35,6 @@ from sllm_loaderd.sources.fetch import Progress, forget, resolve
 from sllm_loaderd.sources.listing import is_partition
 from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
 from sllm_runtime.platform.process import die_with_parent
-from sllm_runtime.protocol.checkpoint import INDEX_NAME
 from sllm_runtime.protocol.errors import (
     InternalError,
     InvalidCheckpoint,
@@ -100,7 +100,7 @@ def bring(
         entries = source.entries() if remote or direct else []
         if remote:
             _say(ChildProgress("fetch", 0, sum(entry.nbytes for entry in entries)))
-        converted = any(entry.name == INDEX_NAME for entry in entries)
+        converted = is_converted({entry.name for entry in entries})
         if remote and converted:
             digest = take_index(source, entries, staging, _named(uri))
             return ChildOutcome(digest, fingerprint, tuple(entry for entry in entries if is_partition(entry.name)))
@@ -129,7 +129,7 @@ def _converted(
 ) -> ChildOutcome:
     directory = resolve(source, cache, _reporter("fetch"), fingerprint, converted=True)
     turn()
-    if (directory / INDEX_NAME).is_file():
+    if directory.is_dir() and is_converted({path.name for path in directory.iterdir()}):
         checkpoint = open_checkpoint(directory)
         copy_checkpoint(checkpoint, staging, _reporter("convert"))
         return ChildOutcome(checkpoint.digest, fingerprint)

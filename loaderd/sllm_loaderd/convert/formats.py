@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from sllm_loaderd.convert.source import TensorSource
@@ -11,6 +12,14 @@ from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 _STEMS = (("safetensors", ".safetensors", "model"), ("torch", ".bin", "pytorch_model"))
 _NO_WEIGHTS = ("optimizer", "training", "scheduler", "rng_state")
+_OTHER_WEIGHTS = (".safetensors", ".gguf", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def is_converted(names: Collection[str]) -> bool:
+    """Whether these are a converted checkpoint's files, be it damaged: others may have an index.json that is none."""
+    return INDEX_NAME in names and (
+        partition_name(0) in names or not any(name.endswith(_OTHER_WEIGHTS) for name in names)
+    )
 
 
 def source_files(path: Path) -> tuple[str, list[Path]]:

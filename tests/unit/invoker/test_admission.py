@@ -67,6 +67,13 @@ def test_what_is_short_is_named(claim: Claim, words: str) -> None:
         ledger.admit("b", claim)
 
 
+def test_one_instance_gets_no_more_cores_than_there_are() -> None:
+    """Several may be promised more than that together, since most of them idle."""
+    with pytest.raises(NoCapacity, match="needs 3 CPUs, this node has 2 free"):
+        LEDGER.admit("a", Claim(3.0, 1))
+    assert LEDGER.admit("a", Claim(2.0, 1)).admit("b", Claim(2.0, 1)).left_cpu == 0
+
+
 def test_what_is_reserved_is_offered_to_nobody() -> None:
     """loaderd says its limit when it is there: what was admitted before stays, nothing more is."""
     ledger = replace(Ledger(cpu=4.0, memory=1000).admit("a", Claim(1.0, 600)), reserved=500)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ async def spawn(server: ForkServer) -> str:
 async def test_who_waits_for_one_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and no longer when it has what it lacked: it is tried again and again."""
     monkeypatch.setattr(fork_server, "SPAWN_S", 0.2)
+    monkeypatch.setattr(fork_server, "BACKOFF_S", (0.0, 0.1))
     needed, env = tmp_path / "needed", {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     argv = (sys.executable, "-c", PROGRAM, str(needed))
     server = ForkServer(env, argv=argv, on_exit=lambda _name, _exited: None)
@@ -54,6 +56,13 @@ async def test_who_waits_for_one_that_does_not_start_is_told(tmp_path: Path, mon
         needed.touch()
         await until(lambda: server.python)
         assert await spawn(server) == "the fork server made no worker within 0.2 s"
+        needed.unlink()
+        why = ""
+        os.kill(server.pid, signal.SIGKILL)
+        async with asyncio.timeout(fork_server.READY_S / 2):
+            while "before it was ready" not in why:
+                why = await spawn(server)
+        assert f"has ended {STILLBORN} times" in why, "counted anew: it was ready meanwhile"
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -80,6 +80,24 @@ def test_a_tied_head_is_stored_once_and_its_block_waits_for_the_embedding(tmp_pa
     assert index.blocks[-1].shared == ("model.embed_tokens.weight",)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_that_the_files_hold_beside_the_embedding_is_stored_once_if_it_is_the_same(
+    same: bool, tmp_path: Path
+) -> None:
+    """As older files have it. Whose head is another one keeps it, whatever its configuration says."""
+    model = save_model("tied_llama", tmp_path / "source")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if not same:
+        state["lm_head.weight"][-1, -1] += 1
+    save_file(state, tmp_path / "source" / "model.safetensors")
+    convert_directory(tmp_path / "source", tmp_path / "checkpoint", options=OPTIONS)
+    checkpoint = open_checkpoint(tmp_path / "checkpoint")
+    own = {tensor.name for tensor in checkpoint.index.tensors}
+    assert own == set(state) - ({"lm_head.weight"} if same else set())
+    tensors = bound(checkpoint)
+    assert all(torch.equal(tensors[name], value) for name, value in state.items())
+
+
 def test_experts_are_stored_as_the_module_holds_them_and_keep_their_own_names(tmp_path: Path) -> None:
     save_model("mixtral", tmp_path / "source")
     source = SafetensorsSource(sorted((tmp_path / "source").glob("*.safetensors")))

@@ -313,3 +313,40 @@ def raising(error: Exception) -> Callable[..., NoReturn]:
         raise error
 
     return fails
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("served", [False, True])
+def test_an_index_of_another_kind_beside_a_models_weights_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bool, direct: bool
+) -> None:
+    """It is converted or loaded as if that file were not there, as by ``sllm model convert``."""
+    from tests.fixtures.loaderd import numbers_model
+
+    model = tmp_path / "served" / "bucket" / "model"
+    numbers_model(model)
+    (model / "index.json").write_text('{"pages": 3}')
+    with contextlib.ExitStack() as stack:
+        uri = str(model)
+        if served:
+            for name, value in s3_settings(stack.enter_context(object_store(tmp_path / "served"))).items():
+                monkeypatch.setenv(name, value)
+            uri = "s3://bucket/model"
+        outcome = bring(uri, tmp_path / "staging", tmp_path / "cache", "", direct=direct)
+    assert outcome.digest
+    assert ("partition_0.bin" in {path.name for path in (tmp_path / "staging").iterdir()}) is not direct
+
+
+def test_what_was_fetched_and_cannot_be_converted_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the room of a model, and nobody would ever look at it again."""
+    from tests.fixtures.loaderd import numbers_model
+
+    model = tmp_path / "served" / "bucket" / "model"
+    numbers_model(model)
+    os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 1)
+    with object_store(tmp_path / "served") as endpoint:
+        for name, value in s3_settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InvalidCheckpoint, match="too short"):
+            bring("s3://bucket/model", tmp_path / "staging", tmp_path / "cache", "")
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))

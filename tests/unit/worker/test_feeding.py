@@ -251,6 +251,20 @@ def test_a_call_that_runs_is_slowed_and_let_again() -> None:
     assert slowed == [0.5], "nothing of it runs"
 
 
+def test_all_that_are_slowed_are_let_by_a_word_to_one_of_them() -> None:
+    """The move is given up: none of them is slow until the two seconds are over."""
+    fed, taken = Fed(()), [list[Told](), list[Told]()]
+
+    def take(number: int) -> Take:
+        return lambda first, ids, held: taken[number].append((first, ids, held))
+
+    for number in range(2):
+        fed.join(number, take(number), lambda interval_s: None, beside=True)
+    fed.slow(0.5)
+    fed.tell(0, 0, ())
+    assert taken == [[(0, (), False)], [(0, (), False)]]
+
+
 def test_a_generation_that_another_follows_draws_how_it_ended() -> None:
     fed, taken = Fed(((1, 2),), held=True), list[Told]()
     fed.join(0, lambda first, ids, held: taken.append((first, ids, held)), never)

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -205,6 +205,26 @@ def test_a_tokenizer_is_written_out_for_who_needs_that(tmp_path: Path) -> None:
         assert "".join(handle.generate("hello", max_tokens=2, bad_words=["b"]))
         assert written.times == 1
     handle.close()
+
+
+async def test_who_has_heard_enough_costs_the_engine_nothing_more(tokens: Slow, tmp_path: Path) -> None:
+    """A function that leaves its loop over the pieces: else others would share each step with it to its last token."""
+    said, left = list[int](), threading.Event()
+
+    def say(prompt: object, output: object) -> int:
+        assert len(said) < 3 or left.wait(GIVE_UP_S)
+        said.append(65)
+        return 65
+
+    loop = EngineLoop(ScriptedEngine(say), tokens)
+    loop.start()
+    pieces = ModelHandle(lambda: None, {}, tmp_path, lambda: (loop, tokens)).generate("hello", max_tokens=500)
+    assert next(pieces)
+    cast(Generator[str, None, None], pieces).close()
+    left.set()
+    await until(lambda: not loop.engine.busy)
+    assert len(said) < 10
+    loop.close()
 
 
 class Full(Heard):

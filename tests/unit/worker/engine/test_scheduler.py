@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sllm_runtime.protocol.errors import QueueFull
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash, pages_for
-from sllm_runtime.worker.engine.ours.scheduler import TRANSITIONS, Limits, Scheduler, Sequence, State
+from sllm_runtime.worker.engine.ours.scheduler import STARVED, TRANSITIONS, Limits, Scheduler, Sequence, State
 from tests.unit.worker.engine.driver import request
 
 
@@ -133,6 +133,57 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
         assert next(chunk.sequence for chunk in step(scheduler)) is short, "decodes never wait"
 
 
+def test_a_short_prompt_is_not_stuck_behind_several_long_ones() -> None:
+    """Together they would take all of each step."""
+    scheduler = Scheduler(Pages(200), Limits(prefill=64, quantum=32))
+    long = [scheduler.add(request(number, range(5000 * number, 5000 * number + 3000))) for number in range(3)]
+    for _ in range(12):
+        step(scheduler)
+    short = scheduler.add(request(9, range(90_000, 90_030)))
+    step(scheduler)
+    assert short.produced == 1
+    assert not any(each.produced for each in long)
+
+
+def test_long_prompts_that_come_together_are_done_one_after_the_other() -> None:
+    """Turn by turn all of them would be done at the end."""
+    scheduler = Scheduler(Pages(200), Limits(prefill=64, quantum=32))
+    long = [scheduler.add(request(number, range(5000 * number, 5000 * number + 960))) for number in range(6)]
+    done = [0] * len(long)
+    for number in range(1, 200):
+        step(scheduler)
+        done = [at or (number if each.produced else 0) for at, each in zip(done, long, strict=True)]
+    assert done == sorted(done)
+    assert sum(done) / len(done) < 0.8 * max(done)
+
+
+def test_a_long_prompt_is_not_passed_for_ever() -> None:
+    scheduler = Scheduler(Pages(200), Limits(prefill=64, quantum=32))
+    long, short = scheduler.add(request(0, range(3000))), list[Sequence]()
+    step(scheduler)
+    for number in range(1, 4 * STARVED):
+        first = 10_000 + 100 * number
+        short += [scheduler.add(request(number, range(at, at + 32))) for at in (first, first + 50)]
+        step(scheduler)
+        assert scheduler._step - long.served < 2 * STARVED, "others have come to wait as long"
+        for each in [each for each in short if each.produced]:
+            scheduler.remove(each)
+            short.remove(each)
+    assert 64 < long.computed < 64 + 8 * 32, "the others took all of most steps"
+
+
+def test_who_begins_takes_no_page_that_those_before_will_need() -> None:
+    scheduler = Scheduler(Pages(5), Limits(prefill=2 * PAGE, quantum=PAGE))
+    first, second = (scheduler.add(request(at, range(9000 * at, 9000 * at + 3 * PAGE - 5))) for at in range(2))
+    while not first.produced:
+        step(scheduler)
+        assert second.state is State.WAITING
+    scheduler.remove(first)
+    while not second.produced:
+        step(scheduler)
+    assert scheduler.preempted == 0
+
+
 def test_the_youngest_gives_its_pages_up_and_comes_back_first() -> None:
     scheduler = Scheduler(Pages(4), Limits(prefill=1000, quantum=1000))
     old, young = scheduler.add(request(1, range(2 * PAGE))), scheduler.add(request(2, range(1000, 1000 + 2 * PAGE - 5)))
@@ -209,6 +260,27 @@ def test_what_is_held_when_nothing_else_is_left_to_prefill_rests() -> None:
     assert sequence.state is State.PREFILL
     scheduler.hold(sequence)
     assert (sequence.state, scheduler.busy, scheduler.rested()) == (State.HELD, False, [sequence])
+
+
+def test_one_that_is_let_before_it_is_told_of_does_not_rest() -> None:
+    scheduler = Scheduler(Pages(4), Limits(prefill=99))
+    sequence = scheduler.add(replace(request(1, range(100)), retell=True))
+    step(scheduler)
+    scheduler.hold(sequence)
+    scheduler.release(sequence)
+    assert (sequence.state, scheduler.rested()) == (State.DECODE, []), "it draws on"
+
+
+def test_who_comes_when_all_others_are_held_is_computed() -> None:
+    """The last step had nothing to do, and nobody lets them: nothing else makes it look again."""
+    scheduler = Scheduler(Pages(4), Limits())
+    held = scheduler.add(request(1, range(100)))
+    step(scheduler)
+    scheduler.hold(held)
+    assert (step(scheduler), held.state, scheduler.busy) == ([], State.HELD, False)
+    comes = scheduler.add(request(2, range(9)))
+    assert scheduler.busy
+    assert [chunk.sequence for chunk in step(scheduler)] == [comes]
 
 
 def test_a_prompt_of_one_token_is_held_before_any_step() -> None:

@@ -1,8 +1,9 @@
 """Who computes what in the next step. Pure: no tensors, no clock.
 
 Every running sequence that is complete but for its last token decodes one token a step. What is left of the step's
-budget goes to prefills, in chunks, the one that was served longest ago first, so that a long prompt delays a short one
-by a chunk and not by itself. When pages run out the youngest gives its pages up and is computed again later.
+budget goes to prefills, in chunks, to the one that has the least left first: a short prompt passes any number of long
+ones, and long ones that come together are done one after the other, which is the least that they wait on the whole. Who
+was passed for STARVED steps comes first. When pages run out the youngest gives its up and is computed again later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from sllm_runtime.worker.engine.base import Request, TokenChoice
 from sllm_runtime.worker.engine.ours.adapter import Adapter
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash, pages_for
 from sllm_runtime.worker.engine.sampling import Seen
+
+STARVED: Final = 32
+"""Steps in a row in which a prompt may be passed by those that have less left."""
 
 
 class State(Enum):
@@ -58,7 +62,7 @@ class Sequence:
     cached: int = 0
     """Of its prompt, those that were found and not computed."""
     served: int = 0
-    """The step that last computed a chunk of it."""
+    """The step that last computed a chunk of it, or began it."""
     adapter: Adapter | None = None
     held: bool = False
     """Whether nothing more of it is to be drawn (``Request.held``, ``Engine.hold``)."""
@@ -202,11 +206,14 @@ class Scheduler:
         self._step += 1
         chunks = self._decodes(-(-len(self.running) // depth))
         room = self.limits.prefill
+        for _ in range(-(-self.limits.prefill // self.limits.quantum)):  # those that have begun may need all of it
+            if not self._may_admit() or not self._admit(self.waiting[0]):
+                break
         begun = [sequence for sequence in self.running if sequence.state is State.PREFILL]
-        begun.sort(key=lambda sequence: sequence.served)
+        begun.sort(key=self._turn)
         for sequence in begun:
             room -= self._prefill(sequence, room, chunks)
-        while room > 0 and self.waiting and len(self.running) < self.limits.running:
+        while room > 0 and self._may_admit():
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break
@@ -276,6 +283,14 @@ class Scheduler:
         self.pages.check(sequence.pages for sequence in self.running)
         assert all(not sequence.pages for sequence in self.waiting), "a waiting sequence holds pages"
 
+    def _may_admit(self) -> bool:
+        return bool(self.waiting) and len(self.running) < self.limits.running
+
+    def _turn(self, sequence: Sequence) -> tuple[bool, int]:
+        """Of one that prefills: the least comes first."""
+        passed = self._step - sequence.served >= STARVED
+        return not passed, sequence.served if passed else sequence.wanted - sequence.computed
+
     def _decodes(self, most: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         for sequence in list(self.running):
@@ -309,7 +324,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Begin it with what the prefix cache has, if the rest of its tokens will find room without preempting."""
         found = self.pages.find(sequence.findable, sequence.root)
-        if pages_for(len(sequence.tokens)) - len(found) > self.pages.available:
+        owed = sum(max(0, pages_for(len(each.tokens)) - len(each.pages)) for each in self.running)
+        if pages_for(len(sequence.tokens)) - len(found) + owed > self.pages.available:
             self.pages.release(found)
             return False
         self.waiting.popleft()
@@ -318,6 +334,7 @@ class Scheduler:
         sequence.computed = len(found) * PAGE
         if not sequence.served:  # what it finds after it was preempted it has computed itself
             sequence.cached = min(sequence.computed, len(sequence.request.prompt))
+        sequence.served = self._step
         sequence.move(State.PREFILL)
         self._settle(sequence)
         return True
