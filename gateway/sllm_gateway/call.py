@@ -142,6 +142,8 @@ class Call:
     """No move is begun before."""
     queued: bool = False
     """Whether it was told that it waits, and for what."""
+    cold: str = ""
+    """The last instance of which it was told that it was started for this call, and has it."""
     stays: bool = False
     """Another instance did not say the same: it is moved no more."""
     numerics: str = ""

@@ -205,6 +205,9 @@ class Calls:
         try:
             self.dispatcher.submit(call)
         except SllmError as error:
+            if earlier is not None:  # it has not ended: who takes it up tries again, or gives it up
+                self._open.discard(call)
+                raise
             self._ending.over(call, error)
             self._ending.left(call)
             raise

@@ -64,6 +64,8 @@ class Handover:
             known = any(each.instance == entry.instance for each in call.marks.route.entries)
             if not known and came >= call.order.accepted:
                 call.marks.started, call.marks.ready = entry, came
+            elif not call.cold:  # the one that was started did not take it
+                call.marks.started = None
         call.epoch += 1
         call.binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         self._on_place(call)
@@ -135,7 +137,9 @@ class Handover:
             call.numerics = call.numerics or binding.entry.fingerprint
             call.exact = call.exact and binding.entry.exact
             call.go(CallState.RUNNING)
-            if call.marks.started is not None and call.marks.started.instance == binding.instance:
+            started = call.marks.started
+            if started is not None and started.instance == binding.instance != call.cold:
+                call.cold = binding.instance
                 self._tell(Kind.CALL_COLD, call, f"began after {call.due - call.order.accepted:.2f} s")
 
     def _refused(self, call: Call, binding: Binding, status: str, note: str) -> None:

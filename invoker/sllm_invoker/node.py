@@ -94,12 +94,12 @@ class Node:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         clock = time.monotonic
         self._announcer = Announcer(bus, "node", clock, time.time)
-        self._loader_there = False
         self._outages = 0
         """How often NATS has gone away."""
         self._heard = asyncio.Event()
         """Set while it is there."""
         self._heard.set()
+        self._started = self._loader_there = False
         self._labels = machine.parse_labels(settings.labels)
         self._reporter = Reporter(self._compose, self._publish_status)
         self._loader = Loader(settings.loaderd_socket, self._storage_changed)
@@ -197,6 +197,8 @@ class Node:
             self._tasks.start(self._reporter.run(), "report")
             on_ready()
             self._announcer.tell(Kind.NODE_STARTED, f"life {self._boot}", node=self._node)
+            self._started = True
+            self._tell_loader()
             await asyncio.wait({stopped, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if not self._failure.done():
                 await self._leave()
@@ -357,13 +359,17 @@ class Node:
         return await self._models.command(request)
 
     def _storage_changed(self) -> None:
-        there = self._loader.status is not None
         if self._loader.status is not None:  # while it is away its pool is as it was
             self._instances.reserve(self._loader.status.pool.limit)
-        if there != self._loader_there:
+        self._tell_loader()
+        self._reporter.changed()
+
+    def _tell_loader(self) -> None:
+        """Nothing before this life is told of, which it may never be (``namesake``)."""
+        there = self._loader.status is not None
+        if self._started and there != self._loader_there:
             self._loader_there = there
             self._announcer.tell(Kind.LOADER_CONNECTED if there else Kind.LOADER_LOST, node=self._node)
-        self._reporter.changed()
 
     # --- report -----------------------------------------------------------------------------------------
     def _compose(self, sequence: int) -> NodeStatus:

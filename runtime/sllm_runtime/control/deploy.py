@@ -190,6 +190,7 @@ class Deployments:
         except SllmError as error:
             body = error.body()
             undo = registry.withdraw if deployment.withdrawn.is_set() else registry.discard
+            self._loop.change(lambda view: registry.failed(view, key, body))  # told, also where it is not kept
             self._loop.change(lambda view: undo(view, key, body))
             await self._undone(request.bundle)
             raise

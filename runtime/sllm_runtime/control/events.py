@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from msgspec.structs import replace
+
 from sllm_runtime.control.changes import differing
 from sllm_runtime.control.outcomes import Outcome, of_releases, of_start
 from sllm_runtime.control.providing.pool import News
@@ -12,7 +14,7 @@ from sllm_runtime.control.view import Instance, Migration, Node, View
 from sllm_runtime.protocol.events import Event, Kind
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, VersionRecord
-from sllm_runtime.protocol.states import InstanceState
+from sllm_runtime.protocol.states import InstanceState, VersionState
 
 _OF_START: Final = (InstanceState.PENDING, InstanceState.STARTING, InstanceState.READY, InstanceState.FAILED)
 """What the call that an instance was started for waits for: what comes later is no longer of it."""
@@ -35,16 +37,20 @@ def events(old: View, new: View, wall: float) -> list[Event]:
 def _of_instances(old: View, new: View, wall: float) -> Iterator[Event]:
     for _, before, after in differing(old.instances, new.instances):
         if after is not None and (before is None or before.state != after.state):
-            yield _instance_event(after, wall)
+            yield _instance_event(after, new, wall)
 
 
 def _of_functions(old: View, new: View, wall: float) -> Iterator[Event]:
+    """A function before the versions that it gets, and after those that go with it."""
+    functions = [(name, _function_kind(was, now)) for name, was, now in differing(old.functions, new.functions)]
+    told = [Event(kind=kind, at=wall, component="controller", function=name) for name, kind in functions if kind]
+    yield from (event for event in told if event.kind != Kind.FUNCTION_DELETED)
     for _, was, version in differing(old.versions, new.versions):
-        if version is not None and (was is None or was.state != version.state):
+        if version is None and was is not None:
+            yield _version_event(replace(was, state=VersionState.DELETED, error=None), wall)
+        elif version is not None and (was is None or was.state != version.state):
             yield _version_event(version, wall)
-    for name, function, now in differing(old.functions, new.functions):
-        if kind := _function_kind(function, now):
-            yield Event(kind=kind, at=wall, component="controller", function=name)
+    yield from (event for event in told if event.kind == Kind.FUNCTION_DELETED)
 
 
 def _node_event(kind: Kind, name: str, wall: float) -> Event:
@@ -68,7 +74,7 @@ def _move_event(move: Migration, old: View, new: View, wall: float) -> Event:
     """With what it was expected to take, and took, once it is over."""
     source = new.instances.get(move.source) or old.instances.get(move.source)
     fields = {"destination": move.destination} if move.destination else {}
-    if move.ended is not None:
+    if move.ended is not None and not move.adopted:
         fields["took_s"] = f"{move.ended - move.began:.6f}"
     if move.expected is not None:
         fields["expected_s"] = f"{move.expected:.6f}"
@@ -111,9 +117,12 @@ def node_events(before: frozenset[str], after: frozenset[str], wall: float) -> l
     return [_node_event(kind, name, wall) for kind, name in lost + alive]
 
 
-def _instance_event(instance: Instance, wall: float) -> Event:
+def _instance_event(instance: Instance, view: View, wall: float) -> Event:
     record = instance.record
     reason = record.error.message if record.error else instance.stop.reason if instance.stop else _start(instance)
+    refused = view.refused.get((instance.key, record.node))
+    if not reason and instance.state is InstanceState.STOPPED and instance.seen is None and refused is not None:
+        reason = refused.reason  # its node did not begin it
     return Event(
         kind=Kind.of_state("instance", record.state),
         at=wall,

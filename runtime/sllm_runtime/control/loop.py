@@ -286,15 +286,16 @@ class Loop:
         except Exception:  # a bug that this view meets, and would of the next leader: what runs is served meanwhile
             self._stuck(context.now)
             return False
-        if made.view is not self.view:
-            self._commit(self.view, made.view)
+        view = made.view
+        alive = frozenset(name for name in view.nodes if view.alive(name, context.now))
+        lost = frozenset(name for name in self._unheard if view.silent(name, context.now))
+        for event in events.node_events((self._alive | lost) & view.nodes.keys(), alive, context.wall):
+            self._tell(event)  # before what follows from it
+        self._alive, self._unheard = alive, self._unheard - alive - lost
+        if view is not self.view:
+            self._commit(self.view, view)
         if made.more:
             self._wake.set()
-        alive = frozenset(name for name in self.view.nodes if self.view.alive(name, context.now))
-        lost = frozenset(name for name in self._unheard if self.view.silent(name, context.now))
-        for event in events.node_events((self._alive | lost) & self.view.nodes.keys(), alive, context.wall):
-            self._tell(event)
-        self._alive, self._unheard = alive, self._unheard - alive - lost
         for action in made.actions:
             with trace.within(self._trace_of(action)):
                 self._commands.start(self._send(action), f"{type(action).__name__} {action.instance}")

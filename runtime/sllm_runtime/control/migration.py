@@ -151,7 +151,10 @@ def restored(view: View, now: float) -> View:
     for name, source in view.instances.items():
         to = source.record.moves_to
         if to and not source.ended:
-            view = _put(_drained(view, source, to), Migration(name, "", MigrationState.MOVING, now, destination=to))
+            there = view.instances.get(to)
+            node = there.record.node if there is not None else ""
+            moving = Migration(name, node, MigrationState.MOVING, now, destination=to, adopted=True)
+            view = _put(_drained(view, source, to), moving)
     return view
 
 

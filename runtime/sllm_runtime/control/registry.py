@@ -156,6 +156,16 @@ def _asked(function: FunctionRecord, request: str) -> FunctionRecord:
     return msgspec.structs.replace(function, rolled_back=request, rollbacks=asked)
 
 
+def failed(view: View, key: Key, error: ErrorBody) -> View:
+    """A version that never started, with its error, whatever is kept of it."""
+    record = view.versions.get(key)
+    if record is None:
+        return view
+    return view.put_version(
+        msgspec.structs.replace(record, state=check(VERSION, record.state, VersionState.FAILED), error=error)
+    )
+
+
 def discard(view: View, key: Key, error: ErrorBody) -> View:
     """A version that never started: FAILED with its error; of a function that never ran nothing remains, and of one
     that is being deleted what that leaves: whoever takes its name meanwhile would lose it with what is left."""
@@ -165,9 +175,7 @@ def discard(view: View, key: Key, error: ErrorBody) -> View:
         return view
     if function.active is None and not function.deleting:
         return remove(view, key[0])
-    return view.put_version(
-        msgspec.structs.replace(record, state=check(VERSION, record.state, VersionState.FAILED), error=error)
-    )
+    return failed(view, key, error)
 
 
 def withdraw(view: View, key: Key, error: ErrorBody) -> View:

@@ -214,6 +214,8 @@ class Migration:
     """Nodes where one did not start, and until when none is again."""
     apart: Mapping[str, float] = field(default_factory=dict)
     """Nodes where one was of another numerics class, and until when none is again."""
+    adopted: bool = False
+    """Begun by a controller before: ``began`` is when this one took over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,6 +270,8 @@ async def test_a_node_that_has_left_nats_has_lost_its_instances_before_its_silen
     await until(lambda: has_events(bench, {"node.lost", "instance.lost"}), what="the events are stored")
     told = [event.message for event in await stored_events(bench) if event.kind == "instance.lost"]
     assert told == [f"instance {name} is lost: node n1 has left; call again"]
+    kinds = [event.kind for event in await stored_events(bench) if event.node == "n1"]
+    assert kinds.index("node.lost") < kinds.index("instance.lost"), "what follows from it comes after it"
     asking = asyncio.create_task(bench.gateway.acquire())
     await until(lambda: bench.controller.loop.view.pending, what="nothing can be started there")
     assert len(bench.node.starts) == 1

@@ -24,7 +24,7 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, Route, VersionRecord
 from sllm_runtime.protocol.states import InstanceState, VersionState
 from tests.fixtures.waiting import until
-from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.bench import Bench, has_events, manifest, stored_events
 from tests.unit.control.scripted_node import digest_of
 
 
@@ -112,6 +112,24 @@ async def test_a_first_version_that_fails_leaves_nothing(bench: Bench) -> None:
     await until(lambda: _absent(bench, digest), what="the bundle is removed")
     await bench.none_left()
     assert len({command.instance for command in bench.node.starts}) == 1
+
+
+async def test_a_first_version_that_fails_is_told_with_its_error(bench: Bench) -> None:
+    """Who follows the events sees a function that came, what became of its version and why, and that both went."""
+    error = ErrorBody(code="start_failed", message="ImportError: no module named nope", status=503, stage="import")
+    bench.node.behave = lambda command: error
+    with pytest.raises(StartFailed):
+        await bench.gateway.deploy(manifest())
+    await until(lambda: has_events(bench, {"function.deleted"}), what="the events are stored")
+    told = [each for each in await stored_events(bench) if each.kind.startswith(("function.", "version."))]
+    assert [(each.kind, each.version) for each in told] == [
+        ("function.created", None),
+        ("version.preparing", 1),
+        ("version.failed", 1),
+        ("version.deleted", 1),
+        ("function.deleted", None),
+    ]
+    assert told[2].message == error.message
 
 
 async def _absent(bench: Bench, digest: str) -> bool:

@@ -567,6 +567,22 @@ def test_a_new_controller_goes_on_with_it() -> None:
     assert world.view.instances[source].stop is not None
 
 
+def test_what_a_move_took_that_a_controller_before_began_is_not_told() -> None:
+    """Nobody here knows when that was: what it took since this one leads is another number."""
+    world, source, destination = begun()
+    ready(world, destination)
+    world.plan()
+    world.turn(20)
+    world.followed()
+    world.hear_all()
+    world.finish(source, InstanceState.STOPPED)
+    before = world.view
+    world.plan()
+    (event,) = [each for each in events(before, world.view, 0.0) if each.kind == "migration.done"]
+    assert event.fields == {"destination": destination}
+    assert event.node == "n2"
+
+
 def test_what_a_placement_wants_moved_is_moved() -> None:
     world, source = running()
     move = Move(source, "n2", 1.0, ("other", 1), world.now)

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sllm_runtime.control import draining
+from sllm_runtime.control import draining, registry
 from sllm_runtime.control.changes import touched, writes
 from sllm_runtime.control.events import events
+from sllm_runtime.control.loop import refused
 from sllm_runtime.control.reports import news, observe, pressing, still
 from sllm_runtime.control.table import changed
 from sllm_runtime.control.view import View
+from sllm_runtime.protocol.errors import NoCapacity
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
 from tests.unit.control.scheduling.cluster import NOW, cluster, node
@@ -102,6 +104,26 @@ def test_what_is_decided_about_a_node_is_an_event(cordoned: bool, drain: bool, k
     after = draining.cordon(before, "a", cordoned=cordoned, drain=drain)
     assert [(each.kind, each.node) for each in events(before, after, 0.0)] == [(kind, "a")]
     assert not events(after, draining.cordon(after, "a", cordoned=cordoned, drain=drain), 0.0)
+
+
+def test_what_is_made_is_told_before_what_it_has_and_what_goes_after_it() -> None:
+    empty, made = View(), deployed(View(), manifest("chat"))
+    assert [each.kind for each in events(empty, made, 0.0)] == ["function.created", "version.active"]
+    second = deployed(made, manifest("chat"), 2)
+    gone = events(second, registry.remove(second, "chat"), 0.0)
+    assert sorted((each.kind, each.version) for each in gone[:2]) == [("version.deleted", 1), ("version.deleted", 2)]
+    assert [each.kind for each in gone[2:]] == ["function.deleted"]
+
+
+def test_why_a_start_was_given_up_that_its_node_refused_is_told() -> None:
+    world = World(FakeNode("n1", cpu=8.0, gpus=1))
+    world.view = deployed(world.view, manifest("chat"))
+    world.hear("n1")
+    world.wait_for(("chat", 1), 1)
+    (action, *_) = world.plan(deliver=False)
+    after = refused(world.view, action, NoCapacity("n1 is full"), world.now)
+    (event,) = events(world.view, after, 0.0)
+    assert (event.kind, event.message) == ("instance.stopped", "n1 is full")
 
 
 def test_a_report_that_something_may_follow_from_is_looked_at_whole() -> None:

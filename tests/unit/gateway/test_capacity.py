@@ -8,7 +8,8 @@ import pytest
 
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.ctl import Acquire, Acquired
-from sllm_runtime.protocol.errors import NoController
+from sllm_runtime.protocol.errors import Draining, NoController
+from sllm_runtime.protocol.frames import Opened
 from sllm_runtime.protocol.node import AWAITS_NODE, Progress
 from sllm_runtime.protocol.records import Route
 from sllm_runtime.protocol.timeline import Span
@@ -243,6 +244,70 @@ async def test_of_two_calls_that_wait_for_one_start_the_later_queues_behind_it(n
         ["queue", "sandbox", "setup", "first_token", "tokens"],
         ["queue", "sandbox", "setup", "queue", "first_token", "tokens"],
     ]
+
+
+async def test_a_call_that_found_the_start_taken_and_had_another_instance_was_not_cold(nats: Nats) -> None:
+    """Another gateway's call was the first at the new instance: this one's had the slot that became free elsewhere."""
+    described = manifest("gated", concurrency=1, max_instances=2)
+    old, new = entry("i1", concurrency=1), entry("i2", concurrency=1, spans=(Span("sandbox", 0.0, 1.0),))
+    gate = asyncio.Event()
+
+    async def gated(run: Run) -> None:
+        await gate.wait()
+        run.out("done")
+        run.end()
+
+    async def acquire(request: Acquire) -> Acquired:
+        if "i2" in request.known:
+            await asyncio.sleep(request.wait_s)
+        return Acquired(route=Route(function="gated", version=1, manifest=described, entries=(old, new)))
+
+    async with world(nats) as w:
+        w.node.judge = lambda o: Opened(status="busy" if o.head.instance == "i2" else "accepted")
+        w.controller.on_acquire = acquire
+        await w.deploy(described, old, script=gated)
+        first = asyncio.create_task(w.http.post("/fn/gated"))
+        await until(lambda: len(w.node.runs) == 1)
+        second = asyncio.create_task(w.http.post("/fn/gated"))
+        await until(lambda: any(each.head.instance == "i2" for each in w.node.opened), what="it was refused there")
+        gate.set()
+        assert [(await each).status_code for each in (first, second)] == [200, 200]
+        await until(lambda: len(w.gateway.calls) == 0)
+        assert {each.head.instance for each in w.node.opened} == {"i1", "i2"}
+        assert not [told for told in await w.told() if told[0] == "call.cold"]
+        assert 'sllm_cold_starts_total{function="gated"}' not in (await w.http.get("/metrics")).text
+        assert "sandbox" not in (await second).headers["server-timing"]
+
+
+async def test_a_call_is_cold_once(nats: Nats) -> None:
+    """Its instance was told to end before the function saw the call: it went to one that was there."""
+    described = manifest("leaves", concurrency=1, max_instances=2)
+    old, new = entry("i1", concurrency=1), entry("i2", concurrency=1, spans=(Span("sandbox", 0.0, 1.0),))
+    gate = asyncio.Event()
+
+    async def leaves(run: Run) -> None:
+        if run.head.instance == "i2":
+            return run.end(Draining("this instance is stopping"), unseen=True)
+        await gate.wait()
+        run.out("done")
+        return run.end()
+
+    async def acquire(request: Acquire) -> Acquired:
+        if "i2" in request.known or "i2" in request.gone:
+            await asyncio.sleep(request.wait_s)
+        return Acquired(route=Route(function="leaves", version=1, manifest=described, entries=(old, new)))
+
+    async with world(nats) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(described, old, script=leaves)
+        first = asyncio.create_task(w.http.post("/fn/leaves"))
+        await until(lambda: len(w.node.runs) == 1)
+        second = asyncio.create_task(w.http.post("/fn/leaves"))
+        await until(lambda: any(each.head.instance == "i2" for each in w.node.opened), what="it was there")
+        gate.set()
+        assert [(await each).status_code for each in (first, second)] == [200, 200]
+        await until(lambda: len(w.gateway.calls) == 0)
+        assert [told[:2] for told in await w.told() if told[0] == "call.cold"] == [("call.cold", "i2")]
 
 
 async def test_why_no_more_is_started_is_known_where_some_are_there_and_taken(nats: Nats) -> None:

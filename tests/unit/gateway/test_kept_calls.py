@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.js.api import RawStreamMsg
 
-from sllm_gateway import keeping
+from sllm_gateway import keeping, taking_up
 from sllm_gateway.asgi import PIECE
 from sllm_gateway.call import Gathered
 from sllm_gateway.calls import Calls
@@ -1041,6 +1041,62 @@ async def test_a_call_goes_on_in_the_next_life_of_its_gateway(nats: Nats) -> Non
         assert head.epoch > 1
         first, order = await stored(next_life, call, "batch-0"), await stored(next_life, call, "order")
         assert (first.seq or 0) > (order.seq or 0), "what was there would be gone before the answer is"
+
+
+async def test_a_call_that_is_taken_up_and_waits_for_room_has_not_ended(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another call had its slot first: that it was tried is no call that was turned away."""
+    gate, may, tries = asyncio.Event(), asyncio.Event(), 0
+
+    async def tokens(run: Run) -> None:
+        done = run.head.delivered
+        run.outbox.push(FrameKind.IDS, codec.pack(Ids(0, done, (done,))))
+        run.out(done)
+        opened = asyncio.ensure_future(gate.wait())
+        stopped = asyncio.ensure_future(run.cancelled.wait())
+        await asyncio.wait({opened, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel()
+        stopped.cancel()
+        run.end()
+
+    described = engine("tokens").model_copy(update={"max_queue": 0, "concurrency": 1, "max_instances": 1})
+    async with world(nats) as w:
+        await w.deploy(described, entry(fingerprint="f", concurrency=1), script=tokens)
+        call = (await w.http.post("/fn/tokens", json={}, headers=ASYNC)).json()["id"]
+
+        async def journaled() -> bool:
+            info = await w.controller.bus.jetstream.stream_info(
+                subjects.CALLS_STREAM, subjects_filter=subjects.call_entries(subjects.CALLS_STREAM, call)
+            )
+            return any(".batch-" in subject for subject in info.state.subjects or {})
+
+        await until(journaled, what="its tokens are journaled")
+    runs, go_on = taking_up.TakingUp._run, Detached.go_on
+
+    async def late(self: taking_up.TakingUp) -> None:
+        await may.wait()
+        await runs(self)
+
+    def counted(self: Detached, *asked: Any) -> None:
+        nonlocal tries
+        tries += 1
+        go_on(self, *asked)
+
+    monkeypatch.setattr(taking_up.TakingUp, "_run", late)
+    monkeypatch.setattr(Detached, "go_on", counted)
+    monkeypatch.setattr(taking_up, "AGAIN_S", 0.05)
+    async with world(nats, {"tokens": tokens}) as next_life:
+        other = asyncio.create_task(next_life.http.post("/fn/tokens", json={}))
+        await until(lambda: next_life.node.runs, what="another one has the slot")
+        may.set()
+        await until(lambda: tries, what="it is tried, and finds no room")
+        assert next_life.gateway._recent.here(call) is None, "`sllm explain` would say that it FAILED"
+        text = (await next_life.http.get("/metrics")).text
+        assert 'sllm_calls_total{code="queue_full"' not in text, "nobody was turned away"
+        gate.set()
+        assert (await other).status_code == 200
+        await reaches(next_life.http, call, "SUCCEEDED")
 
 
 @given(st.lists(st.tuples(st.sampled_from((FrameKind.OUTPUT, FrameKind.IDS)), st.booleans()), max_size=12))

@@ -133,19 +133,50 @@ async def test_a_node_removes_what_a_life_before_it_has_left(
         await until(lambda: not lines.exists(), what="its logs are within their room")
 
 
+async def told(node: NodeUnderTest) -> list[Event]:
+    """The events that are stored, in order."""
+    js = node.controller.jetstream
+    count = (await js.stream_info(subjects.EVENTS_STREAM)).state.messages
+    found = [await js.get_msg(subjects.EVENTS_STREAM, number) for number in range(1, count + 1)]
+    return [codec.unpack(Event, message.data or b"") for message in found]
+
+
+async def kinds(node: NodeUnderTest) -> list[str]:
+    return [event.kind for event in await told(node)]
+
+
 async def test_the_node_tells_of_its_life(node: NodeUnderTest) -> None:
     """By an event with its own right, which says the same life as its reports."""
-
-    async def told() -> list[Event]:
-        js = node.controller.jetstream
-        count = (await js.stream_info(subjects.EVENTS_STREAM)).state.messages
-        found = [await js.get_msg(subjects.EVENTS_STREAM, number) for number in range(1, count + 1)]
-        return [codec.unpack(Event, message.data or b"") for message in found]
-
-    await until(told, what="an event is stored")
-    (event,) = await told()
+    await until(partial(told, node), what="an event is stored")
+    (event,) = await told(node)
     assert (event.kind, event.component, event.node) == ("node.started", "node", NODE)
     assert node.status.boot in event.message
+
+
+async def test_a_life_begins_before_anything_of_it_is_told_and_a_namesake_s_is_not_told(
+    nats: Nats,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Whatever was before ``node.started`` is of the life before; of one that takes no part there is nothing to say."""
+    async with (
+        loaderd(tmp_path / "l1") as one,
+        loaderd(tmp_path / "l2") as other,
+        node_under_test(nats, tmp_path, loaderd_socket=one.socket, loader_wait=GIVE_UP_S) as node,
+    ):
+
+        async def both() -> bool:
+            return len(await told(node)) >= 2
+
+        await until(both, what="it has told of itself and of its loaderd")
+        assert await kinds(node) == ["node.started", "loader.connected"]
+        given = InvokerSettings.load(
+            nats.env(NODE), node=NODE, data_dir=tmp_path / "2", loaderd_socket=other.socket, loader_wait=GIVE_UP_S
+        )
+        driver = ProcessDriver(sandbox_environment(os.environ, given), argv=tuple(SCRIPTED), isolate=given.isolate)
+        with pytest.raises(Conflict):
+            async with asyncio.timeout(GIVE_UP_S):
+                await Node(given, await nats.bus(NODE), driver).run(asyncio.Event(), lambda: None)
+        assert await kinds(node) == ["node.started", "loader.connected"], "all that the node of this name has done"
 
 
 async def test_what_it_says_of_its_end_counts_only_what_runs(node: NodeUnderTest) -> None:

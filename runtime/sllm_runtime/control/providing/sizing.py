@@ -127,12 +127,13 @@ def _observed(view: View, pool: Pool, offer: Offer, now: float) -> Pool:
         pool = _seen(view, replace(pool.came(now), arrived={**pool.arrived, name: now}), name)
     members = {*pool.record.members, *offer.members}
     seen = members & {*pool.record.seen, *pool.arrived}
+    given = sorted(pool.removed.keys() - offer.members)
     return replace(
         pool.with_record(members=tuple(sorted(members)), seen=tuple(sorted(seen))),
         silent={name: pool.silent.get(name, now) for name in sorted(offer.members - alive)},
         idle={name: pool.idle.get(name, now) for name in sorted(alive) if _idle(view, pool, name)},
         removed=_only(pool.removed, offer.members),
-        news=(),
+        news=tuple(News(Kind.NODE_GIVEN_BACK, _why_given(view, pool, name), name) for name in given),
     )
 
 
@@ -212,7 +213,8 @@ def _kept(view: View, staying: list[str], starts: int) -> View:
     pool = _pool(view)
     left = tuple(name for name in pool.record.leaving if name not in staying)
     news = tuple(News(Kind.NODE_STAYS, f"{starts} start(s) wait for a node", name) for name in staying)
-    return _put(view, replace(pool.with_record(leaving=left), idle=without(pool.idle, staying), news=news))
+    made = replace(pool.with_record(leaving=left), idle=without(pool.idle, staying))
+    return _put(view, replace(made, news=(*pool.news, *news)))
 
 
 def _grow(view: View, wanted: int, starts: int, now: float) -> Step:
@@ -265,12 +267,13 @@ def _given_back(view: View, now: float) -> list[str]:
     return [name for name in due if name not in pool.removed or now - pool.removed[name] >= AGAIN_S]
 
 
+def _why_given(view: View, pool: Pool, name: str) -> str:
+    return "it is empty" if name in pool.record.leaving and _empty(view, name) else "it is silent"
+
+
 def _removing(view: View, gone: list[str], now: float) -> Step:
     pool = _pool(view)
-    news = tuple(
-        News(Kind.NODE_GIVEN_BACK, "it is empty" if _empty(view, name) else "it is silent", name) for name in gone
-    )
-    made = replace(pool, removed={**pool.removed, **dict.fromkeys(gone, now)}, news=(*pool.news, *news))
+    made = replace(pool, removed={**pool.removed, **dict.fromkeys(gone, now)})
     return Step(_put(view, made), tuple(Remove(name) for name in gone))
 
 

@@ -272,6 +272,22 @@ def test_decisions_are_told_as_events_and_stored() -> None:
     assert subjects.node_key("p1") not in forgotten, "it came and went"
 
 
+def test_that_a_node_is_given_back_is_told_once_and_not_while_its_provider_keeps_it() -> None:
+    """The role lacks the right, say: it is asked for again each minute, and the node stays."""
+    world = chat()
+    world.wait_for(CHAT, 1)
+    world.live_for(30)
+    world.broken = True
+    world.all_end()
+    world.live_for(2 * TIMING.idle + 200)
+    asked = [action for _, action in world.actions if isinstance(action, Remove)]
+    assert len(asked) > 2, "again and again"
+    assert "node.given_back" not in [event.kind for event in world.told]
+    world.broken = False
+    world.live_for(100)
+    assert [event.kind for event in world.told][-2:] == ["node.given_back", "node.removed"]
+
+
 def test_calls_that_are_to_leave_their_node_have_one_made() -> None:
     """As at a spot instance's notice: its node says that it is stopped, and nothing else has room."""
     world = Supplied(most=2, boot=10.0)
