@@ -128,7 +128,17 @@ class Gateway:
             lives, roll, self._ledger, hearsay, journal, self._taking_up, self.calls.hand_on, boot
         )
         self._presence = Presence(bus, subjects.heard, NOTHING, self._succession.overdue, self._succession.left, clock)
-        keeping = Keeping(bus, self._detached, journal, self.table, self._recent, writer, settings.max_output, clock)
+        keeping = Keeping(
+            bus,
+            self._detached,
+            journal,
+            self.table,
+            self._recent,
+            writer,
+            settings.max_output,
+            clock,
+            self.calls.collects,
+        )
 
         def others() -> set[str]:
             return {life.gateway for life in roll.living(lives.me.life)}

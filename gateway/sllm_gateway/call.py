@@ -133,7 +133,7 @@ class Call:
     buffered: int = 0
     """Cost of frames that the reader has not got rid of."""
     collected: int = 0
-    """Bytes of an answer that is to be whole, as ``OpenCalls.collects`` counts them."""
+    """Cost of an answer that is to be whole, as ``OpenCalls.collects`` counts them."""
     resumption: Resumption | None = None
     """Of a call that another instance could go on with."""
     move: Move | None = None

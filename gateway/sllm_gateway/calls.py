@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from sllm_gateway.call import Call, Earlier, Marks, Order
-from sllm_gateway.delivery import Delivery
+from sllm_gateway.delivery import Delivery, no_room
 from sllm_gateway.dispatch import Dispatcher
 from sllm_gateway.ending import Ending
 from sllm_gateway.handover import Handover
@@ -66,6 +66,7 @@ class Calls:
         self._tasks = Tasks("calls")
         self._draining = False
         self._open = OpenCalls()
+        self._all_outputs = settings.all_outputs()
         self._link = Link(bus, settings.gateway, clock)
         self.dispatcher = Dispatcher(
             leader,
@@ -99,7 +100,7 @@ class Calls:
             self._ending,
             self._moves,
             settings.max_output,
-            settings.all_outputs(),
+            self._all_outputs,
             clock,
         )
         self._presence = Presence(
@@ -250,6 +251,11 @@ class Calls:
         """Its route has changed, or it was removed."""
         self.dispatcher.on_version(version)
         self._moves.on_version(version)
+
+    def collects(self, cost: int) -> str:
+        """A reader of a kept call that wants it whole holds so much more of it, or less: why that is too much."""
+        self._open.collected += cost
+        return no_room(self._all_outputs) if self._open.collected > self._all_outputs else ""
 
     # --- the nodes' reports -----------------------------------------------------------------------
     def on_status(self, status: NodeStatus, subject: str) -> None:

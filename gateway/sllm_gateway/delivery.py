@@ -26,8 +26,8 @@ FRAME_BYTES: Final = 32
 
 
 class Delivery:
-    """The link's ``Receiver``. ``max_output``: bytes of an answer that is not streamed; ``all_outputs``: of all of
-    them."""
+    """The link's ``Receiver``. ``max_output``: bytes of an answer that is not streamed; ``all_outputs``: what
+    all of them cost."""
 
     def __init__(
         self,
@@ -148,10 +148,10 @@ class Delivery:
         """It is to be whole: collected here, and bounded."""
         binding.inbox.consume(cost)
         nbytes = call.buffered - len(call.frames) * limits.FRAME_COST
-        self._calls.collects(call, nbytes)
+        self._calls.collects(call, call.buffered)  # frames too: each takes more memory than a token in it
         why = too_large(nbytes, len(call.frames), self._max_output)
         if not why and self._calls.collected > self._all_outputs:
-            why = f"has no room: those that this gateway collects have {self._all_outputs} bytes together"
+            why = no_room(self._all_outputs)
         if why:
             self._ending.fail(call, OutputTooLarge(f"the answer {why}; stream it, or answer less"))
             call.frames.clear()
@@ -215,3 +215,8 @@ def too_large(nbytes: int, frames: int, most: int) -> str:
         return f"is larger than {most} bytes"
     pieces = most // FRAME_BYTES
     return f"is in more than {pieces} pieces" if frames > pieces else ""
+
+
+def no_room(most: int) -> str:
+    """What is wrong with an answer where all that are to be whole have ``most`` bytes."""
+    return f"has no room: those that this gateway collects have {most} bytes together"

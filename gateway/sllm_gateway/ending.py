@@ -194,6 +194,7 @@ class Ending:
         log.info("call begins again: %s", error.message, extra={"call": call.id, "attempt": call.attempts})
         self._tell(Kind.CALL_RETRIED, call, error.message)
         call.begin_again(self._clock())
+        self._calls.collects(call, 0)
         self._dispatcher.submit_again(call)
         return True
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -87,11 +87,12 @@ class Keeping:
         writer: EventWriter,
         max_output: int,
         clock: Callable[[], float],
+        collects: Callable[[int], str] = lambda _: "",
     ) -> None:
-        """``max_output``: bytes of the largest answer that is not streamed."""
+        """``max_output``: bytes of the largest answer that is not streamed; ``collects``: see ``Calls``."""
         self._bus, self._detached, self._journal, self._writer = bus, detached, journal, writer
         self._table, self._recent = table, recent
-        self._max_output = max_output
+        self._max_output, self._collects = max_output, collects
         self._clock = clock
 
     # --- beginning --------------------------------------------------------------------------------
@@ -228,21 +229,37 @@ class Keeping:
     async def whole(self, order: CallOrder, scope: Scope, send: Send) -> None:
         """The answer in one piece, when all of it is there."""
         connection = scope["state"]["connection"]
-        collecting = asyncio.create_task(self._collect(order))
-        with connection.watched(collecting.cancel):
-            try:
-                await asyncio.wait({collecting})
-                if collecting.cancelled():
-                    raise Cancelled("the caller went away")
-                found = collecting.result()
-            finally:
-                collecting.cancel()
-                await asyncio.wait({collecting})
-        body = found.body(order, streams=self._streams(order))
-        headers = [_JSON, (CALL_ID.lower().encode(), order.call.encode()), *exactness(exact=found.journaled.exact)]
-        await self._writer.whole(scope, send, headers, body)
+        with self._counted() as counted:
+            collecting = asyncio.create_task(self._collect(order, counted))
+            with connection.watched(collecting.cancel):
+                try:
+                    await asyncio.wait({collecting})
+                    if collecting.cancelled():
+                        raise Cancelled("the caller went away")
+                    found = collecting.result()
+                finally:
+                    collecting.cancel()
+                    await asyncio.wait({collecting})
+            body = found.body(order, streams=self._streams(order))
+            headers = [_JSON, (CALL_ID.lower().encode(), order.call.encode()), *exactness(exact=found.journaled.exact)]
+            await self._writer.whole(scope, send, headers, body)
 
-    async def _collect(self, order: CallOrder) -> Whole:
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[Callable[[int], str]]:
+        """What counts how much of an answer is held by now, for as long as it is."""
+        held = 0
+
+        def counted(cost: int) -> str:
+            nonlocal held
+            before, held = held, cost
+            return self._collects(cost - before)
+
+        try:
+            yield counted
+        finally:
+            counted(0)
+
+    async def _collect(self, order: CallOrder, counted: Callable[[int], str]) -> Whole:
         """It, once the call has ended. Raises ``OutputTooLarge`` as soon as it is."""
         found, past = Whole(self._max_output), False
         async with self._told(order), aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
@@ -252,6 +269,12 @@ class Keeping:
                     await self._require(order, found.journaled)
                 else:
                     found.take(entry)
+                    if why := counted(found.cost):
+                        found = Whole(0)
+                        counted(0)  # for the others, at once
+                        raise OutputTooLarge(
+                            f"the answer of {order.call} {why}; read it by GET /v1/calls/{order.call}/events"
+                        )
                 if past and found.journaled.ended is not None:
                     break
                 if past:

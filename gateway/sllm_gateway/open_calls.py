@@ -16,7 +16,7 @@ class OpenCalls:
         self._of: dict[tuple[str, int], dict[str, Call]] = {}
         """Those of each version that has any."""
         self.collected = 0
-        """Bytes of the answers that are collected here to be whole, all calls together."""
+        """Cost of the answers that are collected here to be whole, all calls together."""
         self.some = asyncio.Event()
         """Set while there are calls."""
         self.none = asyncio.Event()
@@ -44,10 +44,10 @@ class OpenCalls:
         self.some.set()
         self.none.clear()
 
-    def collects(self, call: Call, nbytes: int) -> None:
+    def collects(self, call: Call, cost: int) -> None:
         """So much of its answer is here."""
-        self.collected += nbytes - call.collected
-        call.collected = nbytes
+        self.collected += cost - call.collected
+        call.collected = cost
 
     def discard(self, call: Call) -> bool:
         """Whether ``call`` was open; it no longer is."""

@@ -8,6 +8,7 @@ from typing import Final
 from sllm_gateway.delivery import too_large
 from sllm_gateway.openai.outputs import ChatStream, CompletionStream, Header, WholeAnswer
 from sllm_gateway.outputs import Body, FunctionBody, FunctionStream, Stream
+from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.calls import CallOrder, Entry, Journaled
 from sllm_runtime.protocol.errors import JournalExpired, OutputTooLarge
 from sllm_runtime.protocol.frames import End, Frame
@@ -82,6 +83,11 @@ class Whole:
     def too_large(self) -> str:
         """What is wrong with it, if it is: that stays so whatever else comes."""
         return too_large(self._nbytes, self._count, self._most)
+
+    @property
+    def cost(self) -> int:
+        """Of what is held, as credit counts it."""
+        return 0 if self.too_large else self._nbytes + self._count * limits.FRAME_COST
 
     def body(self, order: CallOrder, *, streams: bool) -> bytes:
         """It, once the call has ended. Raises as ``success``, and ``OutputTooLarge``."""

@@ -56,8 +56,9 @@ class GatewaySettings(Settings):
         return max(self.bodies or max(memory() // 4, 4 * self.max_body), self.max_body)
 
     def all_outputs(self) -> int:
-        """``outputs``, or a quarter of the memory and four of the largest at least; the largest has room anyway."""
-        return max(self.outputs or max(memory() // 4, 4 * self.max_output), self.max_output)
+        """``outputs``, or a quarter of the memory and four of the largest at least; the largest has room anyway,
+        also in as many frames as may be: their cost is twice its bytes (``delivery.FRAME_BYTES``)."""
+        return max(self.outputs or max(memory() // 4, 4 * self.max_output), 3 * self.max_output)
 
     def token(self) -> str | None:
         """The bearer tokens, one a line. Raises ``InvalidRequest`` for a file that has none, or a public address

@@ -81,16 +81,19 @@ def files(
             return True
         return any(_leads_into(pattern, name) for pattern in include)
 
+    environments: tuple[str, ...] = ()
+    """Those that are entered all the same: nothing else of them travels."""
     for directory, below, names in os.walk(root, followlinks=False, onerror=_unreadable):
         here = Path(directory).relative_to(root)
         prefix = "" if here == Path(".") else f"{here.as_posix()}/"
+        environments += (prefix,) if prefix and "pyvenv.cfg" in names else ()
         wanted = sorted(name for name in below if enters(f"{prefix}{name}"))
         below[:] = [name for name in wanted if not (root / prefix / name).is_symlink()]
         if outside is not None:
             outside.extend(f"{prefix}{name}" for name in wanted if name not in below)
         for name in sorted(names):
             path = prefix + name
-            if rules.match_file(path) and not asked.match_file(path):
+            if (rules.match_file(path) or path.startswith(environments)) and not asked.match_file(path):
                 continue
             if not _inside(root, root / path):
                 if outside is not None:

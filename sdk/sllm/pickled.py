@@ -233,13 +233,17 @@ def _records(hints: list[Any], module: str) -> dict[Any, dict[str, Any]]:
     """Dataclasses, named tuples and typed dictionaries of ``module`` that ``hints`` name, and those that these name,
     with their own hints."""
     found: dict[Any, dict[str, Any]] = {}
-    left = list(hints)
+    left, names = list(hints), list[Any]()
     while left:
         hint = left.pop()
+        if isinstance(hint, (typing.NewType, *_ALIASES)) and hint not in names:  # an alias may name itself
+            names.append(hint)
+            left.append(hint.__supertype__ if isinstance(hint, typing.NewType) else hint.__value__)
         if (origin := typing.get_origin(hint)) is not None:
             left += (origin, *typing.get_args(hint))
         is_tuple = isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
-        if isinstance(hint, type) and issubclass(hint, BaseModel) and not hint.__pydantic_complete__:
+        is_model = isinstance(hint, type) and issubclass(hint, BaseModel) and hint is not BaseModel
+        if is_model and not hint.__pydantic_complete__:
             hint.model_rebuild(raise_errors=False)  # it names what was defined below it, which the worker could not
         # Of typing_extensions are those that pydantic takes before Python 3.12, and typing does not know them.
         is_record = dataclasses.is_dataclass(hint) or typing_extensions.is_typeddict(hint) or is_tuple

@@ -23,9 +23,9 @@ from sllm_gateway.lookup import ROUTE_WAIT_S
 from sllm_gateway.openapi import document
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.table import RouteTable
+from sllm_runtime.platform.requests import Unserved
 from sllm_runtime.protocol import ctl, limits
 from sllm_runtime.protocol.errors import (
-    DeadlineExceeded,
     FunctionNotFound,
     InvalidManifest,
     InvalidRequest,
@@ -157,15 +157,20 @@ class Api:
         wanted = await body_of(request, RollbackRequest, self._settings.body_timeout)
         by = wanted.request or uuid4().hex
         verb = ctl.Rollback(function=name_of(request), version=wanted.version, request=by)
+        done = "may have been done"
         try:
             info = await self._controller.ask("rollback", verb, ctl.FunctionInfo)
+            done = "is done"
+            if info.record.active is not None:
+                await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
+            found = await self._controller.function(info.record.function) if info.next else info
         except NoController as error:
-            if isinstance(error.__cause__, DeadlineExceeded) and wanted.version is None and wanted.request is None:
+            unheard = done != "is done" and isinstance(error.__cause__, Unserved)
+            if not unheard and wanted.version is None and wanted.request is None:
                 error.retryable, error.retry_after_s = False, None  # whoever sends the same again goes back twice
+                error.message = f"the rollback {done}, and is not to be asked for again unnamed: {error.message}"
             raise
-        if info.record.active is not None:
-            await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
-        return shown(views.function(await self._controller.function(info.record.function) if info.next else info))
+        return shown(views.function(found))
 
     async def delete(self, request: Request) -> Response:
         """200 when it is gone; 202 when running calls still hold it after ``DELETE_WAIT_S``: ask again, ``begun``."""

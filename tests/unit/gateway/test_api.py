@@ -275,6 +275,37 @@ async def test_functions_and_rollback_and_delete(nats: Nats) -> None:
         assert [d.force for d in deletes] == [True, True]
 
 
+async def test_a_rollback_whose_leader_lost_its_proof_is_not_said_to_be_asked_again(nats: Nats) -> None:
+    async def rollback(request: ctl.Rollback) -> ctl.FunctionInfo:
+        # As ``Service._sure`` after the handler: it is stored, and the store went away.
+        raise NoController("the controller waits: the store of the state does not answer; try again")
+
+    async with world(nats) as w:
+        await w.controller.serve("rollback", ctl.Rollback, rollback)
+        unnamed = await w.http.post(f"{API}/functions/f/rollback", json={})
+        assert unnamed.json()["error"]["retryable"] is False
+        named = await w.http.post(f"{API}/functions/f/rollback", json={"version": 1})
+        assert named.json()["error"]["retryable"] is True
+
+
+async def test_a_rollback_that_is_done_is_not_said_to_be_asked_again(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller.Controller.ask, "__kwdefaults__", {"timeout_s": 0.5, "wait_s": 0.1})
+    done = list[ctl.Rollback]()
+
+    async def rollback(request: ctl.Rollback) -> ctl.FunctionInfo:
+        done.append(request)
+        return msgspec.structs.replace(INFO, next="v1")  # the first of two pages
+
+    async with world(nats) as w:
+        await w.controller.serve("rollback", ctl.Rollback, rollback)
+        await w.deploy(manifest("f"), version=2)
+        answer = await w.http.post(f"{API}/functions/f/rollback", json={})
+        assert done
+        assert answer.status_code == 200 or answer.json()["error"]["retryable"] is False
+
+
 async def test_a_rollback_that_may_be_done_is_not_to_be_asked_for_again(
     nats: Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 
 from sllm_runtime.protocol.ctl import Acquire, Acquired
-from sllm_runtime.protocol.errors import InstanceLost
+from sllm_runtime.protocol.errors import FunctionError, InstanceLost
 from sllm_runtime.protocol.records import Route
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
@@ -36,3 +36,26 @@ async def test_a_call_that_begins_again_cold_says_so(nats: Nats) -> None:
         metrics = (await w.http.get("/metrics")).text
     assert 'sllm_cold_starts_total{function="f"} 1.0' in metrics
     assert ("call.cold", "i2") in told
+
+
+async def test_one_start_is_told_once_however_often_the_call_begins_again(nats: Nats) -> None:
+    described = manifest("f", streams=False, retries=2, concurrency=1)
+
+    async def runs(run: Run) -> None:
+        if len(w.node.runs) < 3:
+            run.end(FunctionError("it raised"))
+            return
+        run.out("done")
+        run.end()
+
+    async def acquire(request: Acquire) -> Acquired:
+        return Acquired(route=Route(function="f", version=1, manifest=described, entries=(entry("i1", concurrency=1),)))
+
+    async with world(nats) as w:
+        w.controller.on_acquire = acquire
+        await w.deploy(described, script=runs)
+        answer = await w.http.post("/fn/f", json={})
+        assert answer.status_code == 200, answer.text
+        assert len(w.node.runs) == 3
+        told = [(kind, instance) for kind, instance, _ in await w.told()]
+    assert told.count(("call.cold", "i1")) == 1

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from sllm_gateway import settings as settings_module
+from sllm_runtime.protocol.errors import InstanceLost
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, entry, manifest, world
@@ -43,3 +44,83 @@ async def test_many_large_answers_take_a_part_of_the_memory(nats: Nats, monkeypa
         assert sum(each.status_code == 200 for each in answers) >= 3
         whole = await w.http.post("/fn/large", json={})
         assert whole.status_code == 200, "what was collected for others is given back"
+
+
+async def test_small_pieces_are_bounded_together_by_what_they_take(nats: Nats) -> None:
+    go_on = asyncio.Event()
+    said = 0
+
+    async def small(run: Run) -> None:
+        nonlocal said
+        for _ in range(6000):
+            run.out(1)
+        said += 1
+        await go_on.wait()
+        run.end()
+
+    async with world(nats, max_output=MIB // 4, outputs=MIB) as w:
+        await w.deploy(manifest("small"), entry(), script=small)
+        asked = [asyncio.create_task(w.http.post("/fn/small", json={})) for _ in range(10)]
+        await until(lambda: said == 10, what="all have said what they have")
+        await asyncio.sleep(0.5)
+        calls = list(w.gateway.calls._open.values())
+        cost = sum(c.buffered for c in calls if c.frames)
+        n = sum(len(c.frames) for c in calls)
+        go_on.set()
+        codes = [each.status_code for each in [await each for each in asked]]
+        assert cost <= MIB, f"{n} frames are held"
+        assert set(codes) == {200, 500}
+        assert w.gateway.calls._open.collected == 0
+
+
+async def test_what_was_thrown_away_takes_no_room(nats: Nats) -> None:
+    """It waits for an instance again: the half that it had is not here any more."""
+    died = manifest("died", streams=False, retries=1, concurrency=1)
+
+    async def half(run: Run) -> None:
+        for _ in range(7):
+            run.out("x" * (MIB // 8))
+        run.end(InstanceLost("it died"))
+
+    async def whole(run: Run) -> None:
+        for _ in range(7):
+            run.out("x" * (MIB // 8))
+        run.end()
+
+    async with world(nats, max_output=MIB, outputs=3 * MIB) as w:
+        w.gateway.calls._delivery._all_outputs = MIB + MIB // 2
+        await w.deploy(died, entry("i1", concurrency=1), script=half)
+        await w.deploy(manifest("other"), entry("i9"), script=whole)
+        asked = asyncio.create_task(w.http.post("/fn/died", json={}))
+        await until(lambda: any(call.attempts == 1 and call.binding is None for call in w.gateway.calls.open()))
+        assert not any(call.frames for call in w.gateway.calls.open())
+        answer = await w.http.post("/fn/other", json={})
+        asked.cancel()
+        assert answer.status_code == 200, answer.text
+
+
+async def test_kept_answers_are_bounded_together_too(nats: Nats) -> None:
+    """Who reads one that is kept, whole, has as much of it here."""
+    said, go_on = 0, asyncio.Event()
+
+    async def large(run: Run) -> None:
+        nonlocal said
+        for _ in range(7):
+            run.out("x" * (MIB // 8))
+            await asyncio.sleep(0)
+        said += 1
+        await go_on.wait()
+        run.end()
+
+    async def ask(key: str) -> int:
+        return (await w.http.post("/fn/large", json={}, headers={"Idempotency-Key": key})).status_code
+
+    async with world(nats, max_output=MIB, outputs=MIB) as w:
+        await w.deploy(manifest("large"), entry(), script=large)
+        asked = [asyncio.create_task(ask(str(number))) for number in range(CALLS)]
+        await until(lambda: any(each.done() for each in asked), what="one is too much")
+        assert w.gateway.calls._open.collected <= 4 * MIB
+        go_on.set()
+        assert {await each for each in asked} == {200, 500}
+        await until(lambda: not w.gateway.calls._open.collected, what="what was read is given back")
+        assert await ask("alone") == 200

@@ -88,6 +88,13 @@ def test_a_virtual_environment_stays_whatever_its_name(tmp_path: Path) -> None:
     assert build(write(tmp_path, tree)).files == ("envs/b.py", "function.py")
 
 
+def test_of_an_environment_only_what_is_asked_for_travels(tmp_path: Path) -> None:
+    tree = dict.fromkeys(("env/pyvenv.cfg", "env/lib/a.py", "env/data/x.bin", "function.py"), "")
+    write(tmp_path, tree)
+    found = ignore.files(tmp_path, ignore.spec(tmp_path), None, ("env/data/*.bin",))
+    assert sorted(found) == ["env/data/x.bin", "function.py"]
+
+
 def test_patterns(tmp_path: Path) -> None:
     write(tmp_path, {"function.py": FUNCTION, "data/big.csv": "1", "data/small.csv": "2", "w.pt": "3", "notes.md": "4"})
     write(tmp_path, {".sllmignore": "# comment\ndata/\n*.md\n!w.pt\n"})
@@ -412,6 +419,54 @@ given = {"p": [1, [when]], "name": "me", "names": ["you"], "told": told, "outer"
 print(target(**Arguments(target).convert(given)))
 """
     assert bundled(tmp_path, "-c", call) == b"me Point 2026 you 2026 Below\n"
+
+
+HINTED = """
+from __future__ import annotations
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple, NewType
+from pydantic import BaseModel
+from typing_extensions import TypeAliasType
+from sllm import bundle, model_function
+
+@dataclass
+class Inner:
+    y: int
+
+@dataclass
+class Outer:
+    inner: Inner
+
+{more}
+
+@model_function
+def hello(p: {hint}) -> str:
+    return "{hint}"
+
+sys.stdout.buffer.write(bundle.build(hello).data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "hint", "given"),
+    [
+        ("", "BaseModel", {}),
+        ('Named = NewType("Named", Outer)', "Named", {"inner": {"y": 1}}),
+        ('Many = TypeAliasType("Many", list[Outer])', "Many", [{"inner": {"y": 1}}]),
+    ],
+)
+def test_hints_travel(tmp_path: Path, more: str, hint: str, given: object) -> None:
+    write(tmp_path, {"main.py": HINTED.format(more=more, hint=hint)})
+    data = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, "main.py"))).read("function.pkl")
+    (tmp_path / "function.pkl").write_bytes(data)
+    call = f"""
+import pickle
+from sllm_runtime.worker.arguments import Arguments
+target = pickle.load(open("function.pkl", "rb"))
+print(target(**Arguments(target).convert({{"p": {given!r}}})))
+"""
+    assert bundled(tmp_path, "-c", call).decode() == f"{hint}\n"
 
 
 MAIN = """
