@@ -257,7 +257,8 @@ class Node:
             self._namesake.listens()  # or it has failed: who waits for that looks
         try:
             before = -1
-            while before != self._outages:
+            while before != self._outages or not self._namesake.takes_part:  # ``_look`` hears by this
+                await self._heard.wait()  # nobody is heard while NATS is away, however long that is
                 before = self._outages
                 await asyncio.sleep(LISTENS_S)
         finally:

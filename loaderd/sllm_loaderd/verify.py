@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sllm_loaderd.disk.local import LocalPartition
-from sllm_loaderd.files import chunk_digest, read_exactly, write_durable
+from sllm_loaderd.files import chunk_digest, read_exactly, require_enough, write_durable
 from sllm_loaderd.reader import ChunkSource
 from sllm_runtime.protocol.checkpoint import (
     INDEX_NAME,
@@ -45,6 +45,7 @@ def open_checkpoint(directory: Path, digest: str | None = None) -> Checkpoint:
     try:
         encoded = path.read_bytes()
     except OSError as error:
+        require_enough(error, path)
         raise InvalidCheckpoint(
             f"{path} cannot be read: {error.strerror}; is {directory} a converted model?", field=str(path)
         ) from error
@@ -60,6 +61,7 @@ def read_small_file(directory: Path, record: FileRecord) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
+        require_enough(error, path)
         raise CorruptCheckpoint(
             f"{path} cannot be read: {error.strerror}; convert the model again", field=str(path)
         ) from error

@@ -76,8 +76,8 @@ class Copying:
             if (half := service.residency.given_up(digest, rank)) is not None:
                 await finished(half.stop)  # which removes a file as large as the partition
             write = await opened(lambda: ssd.begin(model, rank, wanted=True), _abandon)
-            if write is None and (halves := service.residency.all_given_up()):  # of other models
-                await finished(partial(_stop, halves))
+            if write is None and ssd.lacks_room(model, rank) and (halves := service.residency.all_given_up()):
+                await finished(partial(_stop, halves))  # of other models
                 write = await opened(lambda: ssd.begin(model, rank, wanted=True), _abandon)
             if write is None:
                 self._refused(model, rank)

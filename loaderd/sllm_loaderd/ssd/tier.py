@@ -108,6 +108,13 @@ class SsdDirectory:
         with self._lock:
             return (digest_hex(digest), rank) in self._ledger.writing
 
+    def lacks_room(self, model: StoredModel, rank: int) -> bool:
+        """Whether a copy is neither there nor made, and would have room if others went."""
+        key, nbytes = (digest_hex(model.checkpoint.digest), rank), model.index.partitions[rank].nbytes
+        with self._lock:
+            ledger = self._ledger
+            return key not in ledger.copies and key not in ledger.writing and 0 < nbytes <= ledger.limit
+
     def keep(self, digests: Iterable[str]) -> None:
         """The models that are to lie here: their copies go last. Those that were told before are so no more."""
         kept = frozenset(digest_hex(digest) for digest in digests)

@@ -57,7 +57,7 @@ class Deletions:
             now = time.time()
             if made_since(self._loop.view, name, now - request.age_s, now):
                 return Ok(note="deleted")
-            if made_since(self._loop.view, name, now - request.age_s - CLOCKS_S, now):
+            if made_since(self._loop.view, name, now - request.age_s - CLOCKS_S, now + CLOCKS_S):
                 text = f"function {name!r} is a few seconds old: it may be another one than was asked to be deleted"
                 raise Conflict(f"{text}, and which may be gone; delete it again if it is to go")
         await self._loop.commit(lambda view: leaving(view, name, force=request.force))
@@ -108,7 +108,8 @@ class Deletions:
 
 def made_since(view: View, name: str, at: float, now: float) -> bool:
     """Whether what has this name was first deployed after ``at``, in Unix seconds: it is another one. What was made
-    after ``now`` was made by another clock than this one, which says nothing."""
+    after ``now`` was made by another clock than this one, which says nothing; by how much a clock may be ahead
+    (``CLOCKS_S``) is the asker's to add."""
     versions = view.versions_of(name)
     return bool(versions) and all(at < record.created <= now for record in versions)
 

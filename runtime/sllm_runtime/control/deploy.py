@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -68,14 +68,30 @@ class Deployments:
         self._known: dict[str, Deployment] = {}
         self._withdrawn: dict[str, float] = {}
         """Requests called back before they came, with the time; forgotten after KEEP_S."""
-        self.secrets = asyncio.Lock()
-        """Held while a secret goes, and from when those of a version are looked for until it is known to need them."""
+        self._secrets = asyncio.Lock()
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: Counter[str] = Counter()
         self._tasks = Tasks("deployments")
 
     async def close(self) -> None:
         await self._tasks.close()
+
+    @contextlib.asynccontextmanager
+    async def holding(self, secrets: Iterable[str]) -> AsyncIterator[None]:
+        """While one of ``secrets`` goes, and from when those of a version are looked for until it is known to need
+        them: one after the other, and who has none waits for nobody. Raises ``Unavailable``."""
+        if not tuple(secrets):
+            yield
+            return
+        try:
+            async with asyncio.timeout(STORE_S):
+                await self._secrets.acquire()
+        except TimeoutError as error:
+            raise Unavailable("secrets cannot be looked for now: others that need them wait; try again") from error
+        try:
+            yield
+        finally:
+            self._secrets.release()
 
     async def deploy(self, request: Deploy) -> Deployed:
         """Long poll. Raises what ended the deployment."""
@@ -179,7 +195,7 @@ class Deployments:
         version = self._version(request, needed, digest)
         key = (version.function, version.version)
         try:
-            async with self.secrets:  # its model may have been made ready for long
+            async with self.holding(request.manifest.secrets):  # its model may have been made ready for long
                 await self._vault.read(request.manifest.secrets)
                 await self._loop.commit(
                     lambda view: registry.create(view, version, needed.model, needed.adapters.values())
@@ -235,7 +251,7 @@ class Deployments:
     async def _again(self, deployment: Deployment, known: VersionRecord) -> Deployed:
         """The content is there already: it gets the route, and a new chance if it was in a back-off."""
         key = (known.function, known.version)
-        async with self.secrets:
+        async with self.holding(known.manifest.secrets):
             await self._vault.read(known.manifest.secrets)
             await self._activate(deployment, key)
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)

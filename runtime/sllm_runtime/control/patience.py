@@ -54,16 +54,17 @@ def waited(view: View, request: Request, count: int, now: float, turns: Turns[Ke
     view, kept = _let_go(replace(view, put_off={**view.put_off, key: replace(known, waits=waits)}), key, now)
     due = bisect_left(there, True, key=lambda each: not _outlasts(view, now - each.since))
     coming = sum(kept.values())
+    long = not kept and bool(there) and now - there[0].since >= ASIDE_S
     if coming >= due:
-        return _stepped_aside(view, request, now) if not kept and there and now - there[0].since >= ASIDE_S else view
+        return _stepped_aside(view, request, now, turns) if long else view
     mine = _Asks(request, kept, there[coming].since)
     for asks in (*_longer(view, key, mine.since), mine):
         turns.looked(key, 1 + len(view.nodes) // NODES)
         found = _place(view, asks.request, asks.kept, now)
         if found is not None:
             break
-    else:
-        return view
+    else:  # what idles for its version in any case is in the way of the place, or there is none at all
+        return _stepped_aside(view, request, now, turns) if long else view
     turns.more = turns.more or asks is not mine or coming + 1 < due
     name, leaving = found
     key = asks.request.key
@@ -231,17 +232,19 @@ def _leaving(view: View, request: Request, node: str, now: float) -> list[Instan
     )
 
 
-def _stepped_aside(view: View, request: Request, now: float) -> View:
+def _stepped_aside(view: View, request: Request, now: float, turns: Turns[Key]) -> View:
     """Idle instances that a version wants in any case leave a node for it that is kept for it then, where that is
     enough, and each of them has room on another one: nothing else would ever end them."""
+    turns.looked(request.key, 1 + len(view.nodes) // NODES)
     need, may = request.need(view), may_start(view, request.key, now)
+    rooms: dict[tuple[Key, int], Mapping[str, int]] = {}
     for name, node in view.nodes.items():
         if node.status is None or short(need, total(node.status)) or not may(node):
             continue
         enough = partial(_enough, view, need, node, 1)
-        idle = [each for each in view.on(name).values() if _idle(view, each, request.key, now)]
+        idle = [each for each in view.on(name).values() if _idle(view, each, request, now)]
         going = fewest(idle, enough) if enough(idle) else []
-        if not going or not _elsewhere(view, going, name, now):
+        if not going or not _elsewhere(view, going, name, now, rooms):
             continue
         view = replace(view, kept={**view.kept, name: request.key})
         for instance in going:
@@ -251,23 +254,36 @@ def _stepped_aside(view: View, request: Request, now: float) -> View:
     return view
 
 
-def _idle(view: View, instance: Instance, key: Key, now: float) -> bool:
-    """Whether nobody calls it, is on the way to it, or waits for one like it."""
+def _idle(view: View, instance: Instance, request: Request, now: float) -> bool:
+    """Whether nobody calls it, is on the way to it, or waits for one like it; nor is it of something more urgent, which
+    would be without one for as long as a start takes."""
     taken = instance.record.instance in view.destinations or instance.record.instance in view.moves
-    wanted = instance.key in (key, *view.trials) or view.demand(instance.key)
-    return instance.ready and not (taken or wanted or instance.running) and instance.idle_s(now) >= lent_s(instance)
-
-
-def _elsewhere(view: View, going: Sequence[Instance], node: str, now: float) -> bool:
-    """Whether those that leave ``node``, of one version, have room on others."""
-    key = going[0].key
-    if any(each.key != key for each in going):
+    wanted = instance.key in (request.key, *view.trials) or view.demand(instance.key)
+    if not instance.ready or taken or wanted or instance.running:
         return False
-    need, may, left = need_in(view, key, going[0].manifest), may_start(view, key, now), len(going)
-    for name, other in view.nodes.items():
-        if left and name != node and name not in view.kept and other.status is not None and may(other):
-            left -= _given(view, need, other, left)
-    return not left
+    return instance.manifest.priority <= request.manifest.priority and instance.idle_s(now) >= lent_s(instance)
+
+
+def _elsewhere(
+    view: View, going: Sequence[Instance], node: str, now: float, rooms: dict[tuple[Key, int], Mapping[str, int]]
+) -> bool:
+    """Whether those that leave ``node``, of one version that may start again, have room on others. ``rooms``: places
+    that each node has for so many of a version, as far as that was looked for."""
+    key, most = going[0].key, len(going)
+    if any(each.key != key for each in going) or key not in view.versions:
+        return False
+    failure = view.failures.get(key)
+    if failure is not None and (failure.blocking or now < failure.until):  # what works may be the last
+        return False
+    if (key, most) not in rooms:
+        need, may = need_in(view, key, going[0].manifest), may_start(view, key, now)
+        rooms[key, most] = {
+            name: _given(view, need, each, most)
+            for name, each in view.nodes.items()
+            if name not in view.kept and each.status is not None and may(each)
+        }
+    room = rooms[key, most]
+    return sum(room.values()) - room.get(node, 0) >= most
 
 
 def _urgent(request: Request, instance: Instance) -> bool:

@@ -19,13 +19,14 @@ from sllm_runtime.control.pulling import Pulls
 from sllm_runtime.control.reports import suspect
 from sllm_runtime.control.spreading import Spreading
 from sllm_runtime.control.vault import Vault
-from sllm_runtime.control.view import Key
+from sllm_runtime.control.view import Key, View
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import SecretNotFound, Unavailable
 from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S
 from sllm_runtime.protocol.node import Ok
+from sllm_runtime.protocol.records import VersionRecord
 
 CONCURRENCY: Final = 16384
 """Requests of one verb at once: nearly all are long polls, one for each gateway and waiting version."""
@@ -36,6 +37,10 @@ Handler = Callable[[Any], Awaitable[msgspec.Struct]]
 def waited(wait_s: float) -> float:
     """The asker's patience, within what a lost reply may cost."""
     return min(max(wait_s, 0.0), MAX_WAIT_S)
+
+
+class _Overtaken(Exception):
+    """What was decided for one version is another one's by now."""
 
 
 class Service:
@@ -157,13 +162,25 @@ class Service:
     async def rollback(self, request: ctl.Rollback) -> ctl.FunctionInfo:
         """The route is back when this answers; instances of the version that lost it end by their keep-alive."""
         function, version, by = request.function, request.version, request.request
-        meant = registry.rollback(self._loop.view, function, version, by)
-        again = meant.versions[function, meant.functions[function].active or 0]
-        async with self._deployments.secrets:
-            with contextlib.suppress(Unavailable):  # nobody can tell: what runs of it goes on
-                await self._vault.read(again.manifest.secrets)
-            view = await self._loop.commit(lambda view: registry.rollback(view, function, version, by))
-        return listing.function(view, request.function)
+
+        def to(view: View) -> tuple[View, VersionRecord]:
+            after = registry.rollback(view, function, version, by)
+            return after, after.versions[function, after.functions[function].active or 0]
+
+        def step(view: View) -> View:
+            after, again = to(view)
+            if again.version != meant.version:
+                raise _Overtaken
+            return after
+
+        while True:
+            _, meant = to(self._loop.view)
+            with contextlib.suppress(_Overtaken):  # by another one's: it goes elsewhere, with other secrets
+                async with self._deployments.holding(meant.manifest.secrets):
+                    with contextlib.suppress(Unavailable):  # nobody can tell: what runs of it goes on
+                        await self._vault.read(meant.manifest.secrets)
+                    view = await self._loop.commit(step)
+                return listing.function(view, function)
 
     # --- models and nodes ---------------------------------------------------------------------------
     async def register(self, request: ctl.RegisterModel) -> ctl.Registered:
@@ -245,7 +262,7 @@ class Service:
         return msgspec.structs.replace(stored, functions=secret_users.of(self._loop.view, request.name))
 
     async def delete_secret(self, request: ctl.SecretRef) -> Ok:
-        async with self._deployments.secrets:
+        async with self._deployments.holding((request.name,)):
             secret_users.unneeded(self._loop.view, request.name)
             try:
                 await self._vault.remove(request.name)

@@ -17,6 +17,7 @@ from sllm_runtime.protocol.manifest import MODEL_PARAMETER
 
 _MISSING = "missing"
 _EXTRA = "extra_forbidden"
+_NO_JSON = "json_invalid"
 _UNKNOWN = "there is no argument '{}'"
 
 
@@ -67,6 +68,8 @@ class Arguments:
             except (PydanticSerializationError, UnicodeError):
                 raise _refused(error, given) from error
             except ValidationError as other:
+                if other.errors(include_url=False)[0]["type"] == _NO_JSON:  # too deep for pydantic alone
+                    raise _refused(error, given) from error
                 raise _refused(min(error, other, key=ValidationError.error_count), given) from error
         values = {name: getattr(record, key) for key, name in self._names.items() if key in record.model_fields_set}
         return values | (record.model_extra or {})

@@ -33,6 +33,7 @@ from sllm_runtime.worker.calls import described
 from sllm_runtime.worker.engine.sinks import Mailbox
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.model import load_model
+from sllm_runtime.worker.own import Foreign
 from sllm_runtime.worker.values import encode
 
 _START_S: Final = 30.0
@@ -78,7 +79,10 @@ def _values(
         runner = stack.enter_context(asyncio.Runner())
         if handle is not None:
             handle.use_loop(Mailbox(runner.get_loop()))
-        made = runner.run(handler.instantiate(target, handle)) if isinstance(target, type) else target
+        try:
+            made = runner.run(handler.instantiate(target, handle)) if isinstance(target, type) else target
+        except Foreign as error:  # here it is the user's own exception, as that of a call is
+            raise error.__cause__ or error from None
         user = handler.bind(made, handle)
         result = user.call(**user.arguments.convert(arguments))
         if inspect.iscoroutine(result):

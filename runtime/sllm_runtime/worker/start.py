@@ -228,7 +228,8 @@ def failed(error: BaseException, stage: str) -> SllmError:
             return error
         return StartFailed(error.message, field=error.field, stage=stage, detail=trace)
     text = str(error) if isinstance(error, Foreign) else words_of(error)
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+    lacks = isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text
+    if lacks and not isinstance(error, Foreign):  # whose memory is another function's
         return OutOfMemory(
             f"the function ran out of memory during {stage} ({text[:200]}); raise memory=... in @model_function",
             stage=stage,

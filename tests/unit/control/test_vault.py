@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,66 @@ async def test_one_that_goes_while_a_version_of_before_is_given_the_route_keeps_
     there = {info.name for info in (await gateway.ask("secrets", ctl.Listing())).secrets}
     assert active == 2 or "token" in there, f"v{active} has the route and cannot start"
     assert isinstance(deleting.exception(), Conflict), "the version that needs it came first"
+
+
+@pytest.mark.parametrize("deploys", [True, False], ids=["deployed", "rolled back"])
+async def test_a_vault_that_hangs_holds_up_nobody_who_has_no_secret(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, deploys: bool
+) -> None:
+    """A directory on a share whose server is away, or a stream without a leader."""
+    gateway, vault = bench.gateway, bench.controller.service._vault
+    await gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    await gateway.deploy(manifest(secrets=("token",)))
+    await gateway.deploy(manifest())
+    await gateway.deploy(manifest("other"))
+    await gateway.deploy(manifest("other", cpu=0.5))
+    read, reading, back = vault.read, asyncio.Event(), asyncio.Event()
+
+    async def hangs(names: Iterable[str]) -> Any:
+        if tuple(names):
+            reading.set()
+            await back.wait()
+        return await read(names)
+
+    monkeypatch.setattr(vault, "read", hangs)
+    first = asyncio.create_task(gateway.ask("rollback", ctl.Rollback(function="chat")))
+    await asyncio.wait_for(reading.wait(), 5.0)
+    try:
+        if deploys:
+            await gateway.ask("ping", ctl.Nothing())
+            done = await asyncio.wait_for(gateway.deploy(manifest("third")), 4.0)
+            assert done.version is not None
+        else:
+            await gateway.ask("rollback", ctl.Rollback(function="other"), 4.0)
+            assert bench.controller.loop.view.functions["other"].active == 1
+    finally:
+        back.set()
+        await first
+
+
+async def test_two_who_go_back_at_once_give_the_route_to_no_version_whose_secret_is_gone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one goes to where the first has not gone: to that version whose secrets were not looked for."""
+    loop, gateway = bench.controller.loop, bench.gateway
+    await gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    await gateway.deploy(manifest(secrets=("token",)))
+    await gateway.deploy(manifest(cpu=0.5))
+    await gateway.deploy(manifest(cpu=0.25))
+    await gateway.ask("delete_secret", ctl.SecretRef(name="token"))
+    commit, waits, go_on = loop.commit, asyncio.Event(), asyncio.Event()
+
+    async def slowly(step: Any) -> Any:
+        waits.set()
+        await go_on.wait()
+        return await commit(step)
+
+    monkeypatch.setattr(loop, "commit", slowly)
+    first = asyncio.create_task(gateway.ask("rollback", ctl.Rollback(function="chat", request="a" * 32)))
+    await asyncio.wait_for(waits.wait(), 5.0)
+    second = asyncio.create_task(gateway.ask("rollback", ctl.Rollback(function="chat", request="b" * 32)))
+    await asyncio.wait({second}, timeout=0.3)
+    go_on.set()
+    await asyncio.wait({first, second}, timeout=5.0)
+    assert loop.view.functions["chat"].active == 2
+    assert isinstance(second.exception(), SecretNotFound)

@@ -178,3 +178,22 @@ def test_zones_in_another_order_take_no_subnet_away(tmp_path: Path, sts: str) ->
     assert {each: other[each]["actions"] for each in subnets} == {each: ["no-op"] for each in subnets}
     moved = module.plan(zones=zones, cidr="10.43.0.0/16")['aws_subnet.private["us-east-1b"]']
     assert (moved["actions"], moved["after"]["cidr_block"]) == (["delete", "create"], "10.43.144.0/20")
+
+
+ZONES = ["us-east-1a", "us-east-1b", "us-east-1c"]
+
+
+@pytest.mark.timeout(600)
+def test_a_zone_that_comes_for_one_that_goes_takes_no_addresses_of_one_that_stays(tmp_path: Path, sts: str) -> None:
+    module = Module(tmp_path, "modules/network", sts, zones=ZONES, bucket_arns=["arn:aws:s3:::models"])
+    planned = module.plan()
+    vpc = planned["aws_vpc.this"]["after"] | {"id": "vpc-1", "arn": "arn:aws:ec2:us-east-1:123456789012:vpc/vpc-1"}
+    module.there("aws_vpc", "this", {"": vpc})
+    for kind in ("public", "private"):
+        made = {zone: planned[f'aws_subnet.{kind}["{zone}"]']["after"] for zone in ZONES}
+        module.there("aws_subnet", kind, {z: a | {"id": f"s-{kind}-{z}", "vpc_id": "vpc-1"} for z, a in made.items()})
+    with pytest.raises(AssertionError, match="stands where that stood"):
+        module.plan(zones=["us-east-1b", "us-east-1c", "us-east-1d"])
+    other = module.plan(zones=["us-east-1d", "us-east-1b", "us-east-1c"])
+    assert other['aws_subnet.private["us-east-1d"]']["after"]["cidr_block"] == "10.42.128.0/20"
+    assert other['aws_subnet.private["us-east-1c"]']["actions"] == ["no-op"]

@@ -288,3 +288,12 @@ def test_shell_scripts_are_clean() -> None:
     assert scripts
     done = subprocess.run([checker, *scripts], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.terraform
+@pytest.mark.parametrize(
+    ("field", "value"), [("memory", "0.5TiB"), ("memory", "512 GiB"), ("gpus", "H200:141GiB, H200:141GiB")]
+)
+def test_a_shape_that_controllers_take_is_taken(tmp_path: Path, field: str, value: object) -> None:
+    shape = {"cpu": 192, "memory": "1024GiB", "gpus": "H200:141GiB", field: value}
+    assert planned(tmp_path, "modules/gpu_pool", instance_types=["p5e.48xlarge"], node_shape=shape) == ""

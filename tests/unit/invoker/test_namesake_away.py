@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sllm_invoker import node as node_module
 from sllm_invoker.node import Node, sandbox_environment
 from sllm_invoker.process_driver import ProcessDriver
 from sllm_invoker.settings import InvokerSettings
@@ -26,7 +27,9 @@ AWAY_S = 3.0
 async def test_a_node_that_begins_while_nats_is_away_looks_for_its_name_when_it_is_back(
     nats: Nats,  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(node_module, "LISTENS_S", AWAY_S / 3)  # it is away for longer than a node listens
     bus, theirs = await nats.bus(NODE), await nats.bus(NODE)
     given = InvokerSettings.load(
         nats.env(NODE), node=NODE, data_dir=tmp_path / "n", loaderd_socket=tmp_path / "none", loader_wait=0.0

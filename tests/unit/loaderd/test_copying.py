@@ -194,3 +194,25 @@ async def test_a_load_of_a_part_holds_no_place_for_the_copy_of_another_model(
         await daemon.control.copy(wanted.model)
         (copy,) = (daemon.data / "ssd").glob("[!.]*")
         assert copy.read_bytes() == (other / PARTITION).read_bytes()
+
+
+async def test_a_copy_without_room_ends_no_other(published: Path, server: RangeServer, tmp_path: Path) -> None:
+    other, _ = small_checkpoint(tmp_path / "another", layers=8, seed=1)
+    shutil.copytree(other, published.parent / "other")
+    size = (published / PARTITION).stat().st_size
+    async with loaderd(tmp_path, remote_threads=1, ssd_bytes=size + size // 2) as daemon:
+        tiny, wanted = [await daemon.control.register(f"{server.url}/{name}") for name in ("tiny", "other")]
+        async with session(daemon, tiny.model) as one:
+            load = one.load(blocks=[(0, 0)])
+            await asyncio.to_thread(load.wait, 0)
+            load.detach()
+        await daemon.control.gone("w")
+
+        async def quiet() -> bool:
+            return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
+
+        await until(quiet, what="nothing is read or written")
+        (half,) = (daemon.data / "ssd").iterdir()
+        with pytest.raises(Unavailable, match="no room"):
+            await daemon.control.copy(wanted.model)
+        assert half.exists(), "it was given up, and the other one has no room in the whole tier"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -17,6 +18,7 @@ from sllm_invoker.models import record
 from sllm_loaderd.client import LoaderControl
 from sllm_loaderd.ssd.tier import SsdDirectory
 from sllm_loaderd.store import StoredModel
+from sllm_loaderd.verify import open_checkpoint, validate_checkpoint
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.loaderd import loaderd, small_checkpoint
@@ -131,3 +133,18 @@ async def test_a_model_that_nobody_can_open_just_now_is_not_called_damaged(tmp_p
             await daemon.control.prefetch(info.model)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         await daemon.control.prefetch(info.model)
+
+
+def test_an_index_that_cannot_be_opened_just_now_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, digest = small_checkpoint(tmp_path / "model")
+
+    def short(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", short)
+    with pytest.raises(Unavailable, match="Too many open files; try again"):
+        open_checkpoint(checkpoint, digest)
+    with pytest.raises(Unavailable, match="Too many open files; try again"):
+        validate_checkpoint(checkpoint)

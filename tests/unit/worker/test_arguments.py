@@ -117,3 +117,12 @@ def test_what_is_strict_takes_what_json_has_for_its_values() -> None:
     with pytest.raises(InvalidArgument) as refused:
         parse(body.replace(b"[1,2]", b'["1",2]'))
     assert refused.value.field == "record.pair.0"
+
+
+def test_deep_bodies_are_refused_by_their_own_fault() -> None:
+    def fn(n: int, m: int = 0, deep: Any = None) -> None: ...
+
+    body = b'{"n": "x", "m": "y", "deep": %b}' % (b"[" * 210 + b"]" * 210)
+    with pytest.raises(InvalidArgument) as refused:
+        Arguments(fn).parse(body)
+    assert refused.value.field == "n", refused.value.message

@@ -67,8 +67,8 @@ variable "node_shape" {
   # All controllers are told of it: none would start with one that it cannot read.
   validation {
     condition = var.node_shape == null ? true : (
-      var.node_shape.cpu > 0 && can(regex("^[1-9][0-9]*(\\.[0-9]+)?[kKMGT]?i?[bB]?$", var.node_shape.memory)) &&
-      alltrue([for gpu in split(",", var.node_shape.gpus) : can(regex("^[A-Za-z][A-Za-z0-9._-]*:[1-9][0-9]*(\\.[0-9]+)?[kKMGT]i?[bB]?$", gpu))])
+      var.node_shape.cpu > 0 && can(regex("^\\s*(0*[1-9][0-9]*(\\.[0-9]+)?|0+\\.[0-9]*[1-9][0-9]*)\\s*[kKMGT]?i?[bB]?\\s*$", var.node_shape.memory)) &&
+      alltrue([for gpu in split(",", var.node_shape.gpus) : can(regex("^\\s*[A-Za-z][A-Za-z0-9._-]*:\\s*[0-9]+(\\.[0-9]+)?\\s*[kKMGT]i?[bB]?\\s*$", gpu))])
     )
     error_message = "node_shape has cores, memory as 16GiB, and each GPU by its kind and memory, as L4:24GiB,L4:24GiB."
   }

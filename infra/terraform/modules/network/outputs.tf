@@ -41,4 +41,9 @@ output "s3_endpoint_id" {
 output "private_subnets" {
   description = "Zone to private subnet."
   value       = { for zone in var.zones : zone => aws_subnet.private[zone].id }
+
+  precondition {
+    condition     = length(distinct([for zone in var.zones : aws_subnet.private[zone].cidr_block])) == length(var.zones)
+    error_message = "zones puts a new one where its addresses would be those of one that is there: one that comes for another stands where that stood."
+  }
 }
