@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sllm_loaderd.daemon.connection import GRANTED_HELLO_S, Connection, as_error
@@ -123,7 +123,7 @@ class SandboxConnection:
                 if self._far(message):
                     self._begin_to_bring(message, group)
                 else:
-                    self._require_free(message.request, self._loads)
+                    self._require_free(message.request)
                     await self._load(message)
             except (SllmError, OSError) as error:
                 self._connection.fail(message.request, as_error(error))
@@ -142,14 +142,15 @@ class SandboxConnection:
         """Whether its adapter has to come to this node first."""
         return request.model in self._rights.sources and self._service.lacks(request.model)
 
-    def _require_free(self, number: int, under_way: Sized) -> None:
+    def _require_free(self, number: int) -> None:
         """Raises ``ProtocolError`` for a load too many, or one whose number another has: what is cancelled and has not
-        ended yet has its own, and counts."""
-        if number in self._loads or number in self._bringing or len(under_way) >= _MOST_LOADS:
+        ended yet has its own, and counts. So does what comes to the node first: it goes on as a load."""
+        under_way = self._loads.keys() | self._bringing.keys()
+        if number in under_way or len(under_way) >= _MOST_LOADS:
             raise ProtocolError(f"load {number} is under way already, or {_MOST_LOADS} are")
 
     def _begin_to_bring(self, request: Load, group: asyncio.TaskGroup) -> None:
-        self._require_free(request.request, self._bringing)
+        self._require_free(request.request)
         task = group.create_task(self._bring(request), name=f"bring {request.model}")
         self._bringing[request.request] = task
         task.add_done_callback(lambda _: self._bringing.pop(request.request))

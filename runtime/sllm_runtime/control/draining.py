@@ -59,8 +59,10 @@ def _leave(view: View, instance: Instance, now: float) -> View:
         return instances.stop(view, instance, WHY, 0.0)
     known = view.migrations.get(instance.record.instance)
     over = known is not None and final(MIGRATION, known.state)
-    # Where others are of another class, one that has no call ends: its version's next one starts there.
-    replaced = over and bool(migration.apart(view, instance, now))
+    # Where others are of another class, and no other node was found for as long as one is waited for, one that has no
+    # call ends: its version's next one starts there.
+    sought = over and known is not None and not known.destination
+    replaced = sought and bool(migration.apart(view, instance, now))
     needed = bool(instance.running) or (_wanted(view, instance) and not replaced)
     if not needed and instance.carries and instance.idle_s(now) < SURE_S:
         return view  # it may have a call that could move: of one that is ended it would be waited for where it is

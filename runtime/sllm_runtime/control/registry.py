@@ -67,9 +67,6 @@ def create(view: View, version: VersionRecord, model: ModelRecord | None, adapte
     function = view.functions.get(name) or FunctionRecord(function=name, active=None, last_version=0)
     if function.deleting:
         present(view, name)
-    failed = [record for record in view.versions_of(name) if record.state is VersionState.FAILED]
-    stale = [(name, record.version) for record in failed[: max(len(failed) - KEEP_FAILED, 0)]]
-    view = view.drop_versions(stale) if stale else view
     for needed in (*((model,) if model is not None else ()), *adapters):
         view = know(view, needed)
     view = view.put_function(msgspec.structs.replace(function, last_version=version.version)).put_version(version)
@@ -169,6 +166,13 @@ def failed(view: View, key: Key, error: ErrorBody) -> View:
 def discard(view: View, key: Key, error: ErrorBody) -> View:
     """A version that never started: FAILED with its error; of a function that never ran nothing remains, and of one
     that is being deleted what that leaves: whoever takes its name meanwhile would lose it with what is left."""
+    view = _undone(view, key, error)
+    kept = [record.version for record in view.versions_of(key[0]) if record.state is VersionState.FAILED]
+    stale = [(key[0], number) for number in kept[:-KEEP_FAILED]]
+    return view.drop_versions(stale) if stale else view
+
+
+def _undone(view: View, key: Key, error: ErrorBody) -> View:
     view = view.put_trial(key, False).put_failure(key, None)
     function, record = view.functions.get(key[0]), view.versions.get(key)
     if function is None or record is None:
@@ -180,7 +184,7 @@ def discard(view: View, key: Key, error: ErrorBody) -> View:
 
 def withdraw(view: View, key: Key, error: ErrorBody) -> View:
     """A version whose deployment was called back: as ``discard``, and not even its error is kept."""
-    view = discard(view, key, error)
+    view = _undone(view, key, error)
     return view.drop_versions([key])
 
 

@@ -66,6 +66,21 @@ def test_a_crash_ends_no_back_off_of_a_start_that_failed() -> None:
     assert (crash.blocking, crash.attempts, crash.until) == (False, 1, 12.0)
 
 
+@pytest.mark.parametrize(("ran_s", "attempts"), [(59.9, 3), (60.0, 1)])
+def test_what_had_run_for_a_minute_counts_from_the_beginning_again(ran_s: float, attempts: int) -> None:
+    world = World(FakeNode("n1", cpu=8.0, gpus=0))
+    world.hear_all()
+    world.view = deployed(world.view, manifest("chat", min_instances=1))
+    for seconds in (1.0, 1.0, ran_s):
+        world.turn(10.0)
+        (name,) = world.live(CHAT)
+        world.finish(name, InstanceState.READY)
+        world.now += seconds
+        world.reset_listening()
+        world.finish(name, InstanceState.LOST, InstanceLost("killed").body())
+    assert world.view.failures[CHAT].attempts == attempts
+
+
 def test_eight_starts_for_eight_callers_are_one_attempt() -> None:
     world = World(FakeNode("n1", cpu=8.0, gpus=0))
     world.hear_all()

@@ -242,6 +242,25 @@ def test_one_that_must_be_there_and_has_no_call_is_replaced_where_bits_are_other
     assert world.view.instances[other].record.node == "n2"
 
 
+def test_one_that_must_be_there_and_has_no_call_any_more_is_taken_by_another_node_of_its_class() -> None:
+    """Its last call ends as it turns out that the first one computes other bits: it ends when no other node has taken
+    it in 60 s, and not before, or nobody is there for the next call."""
+    world, source = running(*(FakeNode(name, cpu=4.0, gpus=0) for name in ("n1", "n2", "n3")), min_instances=1)
+    cordon(world, "n1", drain=True)
+    tried = []
+    for fingerprint in ("g", "f"):
+        world.turn(1)
+        assert [each.ready for each in world.view.of(CHAT)].count(True) == 1
+        (destination,) = [name for name in world.live(CHAT) if name != source]
+        tried.append(world.view.instances[destination].record.node)
+        ready(world, destination, fingerprint=fingerprint)
+        world.plan()
+        works(world, source, 0)
+    assert sorted(tried) == ["n2", "n3"]
+    world.turn(1)
+    assert world.live(CHAT) == [destination], "it has moved"
+
+
 def test_calls_of_a_node_that_says_it_is_stopped_move() -> None:
     world, source = running()
     world.nodes["n1"].draining = True

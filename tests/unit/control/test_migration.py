@@ -1018,6 +1018,16 @@ def test_that_a_node_computes_other_bits_is_known_for_as_long_as_the_source_is_t
     assert not world.view.moves
 
 
+def test_what_has_no_accelerator_is_never_tried_again_where_other_bits_were_computed() -> None:
+    """Only of an accelerator may there have been less memory free (for 5 minutes)."""
+    world, source, destination = begun()
+    ready(world, destination, fingerprint="g")
+    world.plan()
+    world.turn(2 * migration.FAILED_S)
+    with pytest.raises(InvalidRequest, match="cannot go on at node n2"):
+        ask(world, source, "n2")
+
+
 def test_that_one_did_not_start_on_a_node_is_known_for_as_long_as_is_said() -> None:
     world, source, destination = begun()
     world.finish(destination, InstanceState.FAILED, ERROR)

@@ -62,6 +62,19 @@ def test_failed_versions_do_not_pile_up() -> None:
     assert registry.unreachable(view, ["sha256:b", "sha256:x"]) == ["sha256:x"]
 
 
+def test_the_last_five_that_failed_are_kept_and_no_more() -> None:
+    """As docs/control.md says, at any time: not one more until the next deployment comes."""
+    view = deployed(View(), CHAT, 1)
+    for number in range(2, 12):
+        view = registry.create(view, version(CHAT, number), None)
+        view = registry.discard(view, ("chat", number), ERROR)
+        failed = [each.version for each in view.versions_of("chat") if each.state is VersionState.FAILED]
+        assert failed == list(range(max(2, number - 4), number + 1))
+    view = registry.create(view, version(CHAT, 12), None)
+    view = registry.withdraw(view, ("chat", 12), ERROR)
+    assert [each.version for each in view.versions_of("chat")] == [1, *range(7, 12)], "called back it takes no place"
+
+
 def test_old_versions_are_forgotten_but_never_the_active_one() -> None:
     view = View()
     for number in range(1, registry.KEEP_RETIRED + 10):

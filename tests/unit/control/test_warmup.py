@@ -55,6 +55,16 @@ def test_who_stops_asking_wants_nothing_any_more(world: World) -> None:
     assert world.live(CHAT) == []
 
 
+def test_of_two_who_want_as_many_the_one_who_waits_longer_is_heeded(world: World) -> None:
+    """Who comes later, and is less patient, shortens nobody's wish."""
+    ask(world, 2, seconds=30.0)
+    ask(world, 2, seconds=1.0)
+    for name in world.live(CHAT):
+        world.finish(name, InstanceState.READY)
+    world.turn(20.0)
+    assert len(world.live(CHAT)) == 2
+
+
 def test_a_start_that_fails_ends_it(world: World) -> None:
     ask(world, 1)
     (name,) = world.live(CHAT)

@@ -241,6 +241,47 @@ async def test_who_is_sent_back_is_tried_again_when_the_shortest_hold_ends() -> 
         await dispatcher.close()
 
 
+async def test_who_was_sent_back_has_the_next_slot() -> None:
+    """It had its turn: those who came while its instance was asked are behind it."""
+    known, placed = version("f", entry("i1", concurrency=1), concurrency=1), list[str]()
+    dispatcher = Dispatcher(
+        cast(Any, Silent()), "g", Clock(), place=lambda call, *_: placed.append(call.id), fail=_not_expected,
+        to_go=lambda _: (), tell=Told(),
+    )  # fmt: skip
+    try:
+        calls = [call_of(known, number) for number in range(3)]
+        for call in calls:
+            dispatcher.submit(call)
+        dispatcher.refused(calls[0], "i1", gone=False)
+        dispatcher.submit_again(calls[0])
+        dispatcher.on_room(known.key, "i1", 0)
+        assert placed == ["call-f-0", "call-f-0"]
+    finally:
+        await dispatcher.close()
+
+
+async def test_the_controller_is_asked_again_each_time_that_twice_as_many_wait() -> None:
+    """Of a burst of calls it hears in a few questions: each wants so many instances at once."""
+    asked: list[int] = []
+
+    class Counting(Silent):
+        async def ask(self, verb: str, request: Any, *_: Any, **__: Any) -> Any:
+            asked.append(request.waiting)
+            await super().ask()
+
+    known = version("f", max_instances=MANY)
+    dispatcher = Dispatcher(
+        cast(Any, Counting()), "g", Clock(), place=lambda *_: None, fail=_not_expected, to_go=lambda _: (), tell=Told()
+    )
+    try:
+        for number in range(MANY):
+            dispatcher.submit(call_of(known, number))
+            await asyncio.sleep(0)
+        assert asked == [1, 2, 4, 8, 16, 32, 64, 128]
+    finally:
+        await dispatcher.close()
+
+
 async def test_what_many_hear_at_once_is_told_at_once() -> None:
     known, told = version(), Told()
     dispatcher = dispatcher_of(told)

@@ -177,6 +177,20 @@ async def test_a_call_that_its_gateway_never_lets_draw_draws() -> None:
     await node.tasks.close()
 
 
+async def test_a_call_that_no_gateway_could_let_draw_does_not() -> None:
+    """Its gateway cannot be heard while the bus is away: what it draws then nobody has asked for."""
+    node = Node(calls=1, held=True)
+    node.instance.holds = True
+    node.relay.on_disconnect()
+    await node.later(HELD_S + 3 * TICK)
+    node.relay.on_reconnect()
+    await node.later(HELD_S - TICK)
+    assert node.instance.told == []
+    await node.later(3 * TICK)
+    assert [item.call for item in node.instance.told] == ["call-0"]
+    await node.tasks.close()
+
+
 async def test_a_call_that_is_to_draw_no_more_draws_again_when_nobody_lets_it() -> None:
     """Its gateway is gone in the middle of a move: it ends as any call of such a gateway."""
     node = Node(calls=2)

@@ -122,6 +122,15 @@ def test_what_a_call_was_told_that_ended_is_no_last_word_of_its_instance() -> No
     assert list(log.tail) == ["by the function itself"]
 
 
+def test_a_traceback_counts_as_a_line_more_for_each_eight_kibibytes() -> None:
+    """Else a function that raises all the while has sixteen times the bytes of one that prints."""
+    sink = Kept()
+    log = InstanceLog(Writer("f", 1, "i", "n1"), sink, lambda: 0.0, lambda: 1.0)
+    for _ in range(2000):
+        log.line("stderr", "x" * 128 * 1024)
+    assert len(sink.records) == 2000 // 17
+
+
 async def test_the_rest_of_a_long_line_costs_few_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is dropped, however many lines may pass."""
     sink, turns = Kept(), list[int]()

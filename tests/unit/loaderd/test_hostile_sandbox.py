@@ -15,11 +15,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from sllm_loaderd.daemon.sandbox import Rights, SandboxConnection
 from sllm_loaderd.pool import ChunkPool
+from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.codec import pack
 from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.loader import CONVERT_NEVER, Adopt, Cancel, GetStatus, Grant, Hello, Load, Message, Stored
@@ -214,6 +218,33 @@ async def test_an_adapter_that_is_given_up_and_asked_for_again_comes_for_nobody(
             await until(running.children, what="it comes again")
         await until(lambda: not running.children(), what="it ends with the sandbox")
     assert await daemon.control.models() == (model,)
+
+
+async def test_loads_of_adapters_that_come_first_count_as_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 at once: else a sandbox that waits for 64 of each adapter it may have has as many thousands under way."""
+    lacking, refused = [f"sha256:{number:064x}" for number in range(3)], list[int]()
+
+    async def bring(*_: object) -> None:
+        """It comes in a moment."""
+
+    async def load(*_: object, **__: object) -> object:
+        return SimpleNamespace(start=lambda: None, cancel=lambda: None)
+
+    service: Any = SimpleNamespace(
+        settings=SimpleNamespace(node="n1"), lacks=lacking.__contains__, bring=bring, load=load, forget=lambda _: None
+    )
+    ours, theirs = socket.socketpair()
+    rights = Rights("w", "sha256:m", adapters=tuple(lacking), sources={digest: ("/a",) for digest in lacking})
+    with theirs, contextlib.closing(AsyncWire(ours, max_fds=0)) as wire:
+        sandbox = SandboxConnection(wire, rights, service, lambda _: None)
+        monkeypatch.setattr(sandbox, "_send_memory", lambda number, loading: None)
+        monkeypatch.setattr(sandbox._connection, "fail", lambda number, error: refused.append(number))
+        async with asyncio.TaskGroup() as group:
+            for number in range(3 * 40):
+                await sandbox._handle(Load(request=number, model=lacking[number // 40]), group)
+                await asyncio.sleep(0)
+        assert sorted(sandbox._loads) == list(range(64))
+        assert refused == list(range(64, 120))
 
 
 def test_a_pool_outlives_a_moment_without_descriptors() -> None:

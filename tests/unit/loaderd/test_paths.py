@@ -401,6 +401,18 @@ def test_a_chunk_changes_paths_only_if_it_is_there_sooner(speeds: tuple[int, int
         assert sooner(Nothing.of(SIZE), ahead * SIZE, owner, thief) is (goes < stays)
 
 
+@pytest.mark.parametrize("known", ["neither", "owner", "thief"])
+def test_a_path_that_was_never_measured_takes_one_chunk_at_a_time(known: str) -> None:
+    """Only where that would wait for two others: nobody knows how long it takes there."""
+    owner, thief = PathQueue("a", 1), PathQueue("b", 1)
+    if known != "neither":
+        (owner if known == "owner" else thief).bandwidth.add(SIZE, 1.0)
+    task = Nothing.of(SIZE)
+    assert [sooner(task, ahead * SIZE, owner, thief) for ahead in range(4)] == [False, False, True, True]
+    thief.running.append(Nothing.of(SIZE))
+    assert not sooner(task, 9 * SIZE, owner, thief)
+
+
 def test_a_path_that_gives_nothing_for_long_says_so_before_its_first_chunk_is_there() -> None:
     """Many starts may be decided on while the first large chunk of a slow store is on its way."""
     now = [100.0]

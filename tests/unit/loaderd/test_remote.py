@@ -354,6 +354,18 @@ def test_attempts_end_when_they_bring_nothing_and_no_wait_is_long(gains: list[in
         assert idle < RemoteLimits().attempts
 
 
+@pytest.mark.parametrize(("gains", "tries"), [([0] * 9, 5), ([GAIN] + [0] * 9, 5), ([0, 0, 0, GAIN - 1, 0], 5),
+                                              ([0, 0, 0, 0, GAIN, 0, 0, 0, 0], 9)])  # fmt: skip
+def test_of_five_tries_that_fail_in_a_row_the_first_alone_may_have_brought_something(
+    gains: list[int], tries: int
+) -> None:
+    attempts, *made = Attempts(RemoteLimits(), random.Random(1)), *gains[:tries]
+    for gained in made[:-1]:
+        attempts.delay(TryAgain(Unavailable("x")), gained)
+    with pytest.raises(Unavailable):
+        attempts.delay(TryAgain(Unavailable("x")), made[-1])
+
+
 # --- TLS --------------------------------------------------------------------------------------------
 @pytest.fixture
 def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -109,6 +109,18 @@ def test_calls_that_cannot_go_on_elsewhere_stay(policy: Policy) -> None:
     assert isinstance(place(policy, view.put_instance(replace(running, manifest=once)), "chat"), Place)
 
 
+@pytest.mark.parametrize(("priority", "stopped"), [(4, False), (5, True), (6, True)])
+def test_nothing_more_urgent_is_stopped(priority: int, stopped: bool) -> None:
+    view = crowded()
+    for name, urgent in (("other", 5), ("chat", priority)):
+        version = view.versions[name, 1]
+        what = version.manifest.model_copy(update={"priority": urgent})
+        view = view.put_version(msgspec.structs.replace(version, manifest=what))
+    running = view.instances["other-on-full-0"]
+    view = view.put_instance(replace(running, manifest=view.versions["other", 1].manifest))
+    assert isinstance(place(Preemption(), view, "chat"), Evict if stopped else Place)
+
+
 @pytest.mark.parametrize(
     ("policy", "adopted"),
     [(MOVES, True), (Preemption(), False), (Preemption(), True)],

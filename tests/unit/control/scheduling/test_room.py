@@ -87,6 +87,17 @@ def test_moves_that_are_overdue_are_not_waited_for_beside_room(over_s: float, wa
     assert isinstance(decision, Wait if waits else Place)
 
 
+def test_moves_are_waited_for_as_long_as_one_of_them_is_in_time() -> None:
+    """The place is there once all of them are over, and nobody makes another one beside it meanwhile."""
+    made = planned(moved().put_waiting(CHAT, "gw", 1)).view
+    (move,) = made.moves.values()
+    now = move.decided + move.seconds + OVERDUE_S + 1.0
+    both = replace(made, moves={**made.moves, "later": replace(move, instance="later", decided=move.decided + 2.0)})
+    for view, decided in ((made, Place), (both, Wait)):
+        there = replace(view, listening_since=now)
+        assert isinstance(StartupTime().place(request(there, CHAT), there, now, random.Random(1)), decided)
+
+
 @pytest.mark.parametrize(("over_s", "late", "ends"), [(-0.1, False, False), (0.1, False, True), (0.1, True, False)])
 def test_what_is_idle_ends_for_who_waits_for_moves_that_are_overdue(over_s: float, late: bool, ends: bool) -> None:
     """Not what has a call to finish: nobody knows which of the two is over sooner."""
