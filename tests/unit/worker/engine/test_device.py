@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sllm_runtime.protocol.errors import FunctionError
+from sllm_runtime.worker.engine.base import Request
 from sllm_runtime.worker.engine.choice import Known, Settings
 from sllm_runtime.worker.engine.ours import selftest
 from sllm_runtime.worker.engine.ours.engine import OurEngine
@@ -59,10 +60,15 @@ def test_bfloat16_is_no_further_off_than_on_the_cpu() -> None:
 
 
 # --- engine ---------------------------------------------------------------------------------------
+def longer(asked: Request) -> Request:
+    """It needs more pages while it draws than as it begins."""
+    return replace(asked, sampling=replace(asked.sampling, max_tokens=asked.sampling.max_tokens + PAGE))
+
+
 @pytest.mark.parametrize(("pages", "options"), [(24, {}), (3, {}), (24, {"prefill": 16, "quantum": 16})])
 def test_tokens_are_those_of_the_cpu(pages: int, options: dict[str, Any]) -> None:
     """Prefixes that are shared, too little KV memory for all, prompts in pieces."""
-    asked = [stream(number) for number in range(9)]
+    asked = [longer(stream(number)) for number in range(9)]
     core = stand_in.fast(kv=pages * driver.page_bytes(), **options)
     assert run(core, *asked) == run(driver.engine(), *asked)
     assert (pages == 3) == (core.stats().preempted > 0)
