@@ -73,6 +73,8 @@ class Marks:
     """The instance whose start it waited for."""
     ready: float = 0.0
     """When that instance was there."""
+    offered: tuple[RouteEntry, float] | None = None
+    """An instance that was started while it waited, and since when it is there: asked to take it, and has not yet."""
     instance: str = ""
     """The last one that it has left."""
 
@@ -142,8 +144,8 @@ class Call:
     """No move is begun before."""
     queued: bool = False
     """Whether it was told that it waits, and for what."""
-    cold: str = ""
-    """The last instance of which it was told that it was started for this call, and has it."""
+    cold: tuple[str, ...] = ()
+    """The instances of which it was told that they were started for this call, and had it."""
     stays: bool = False
     """Another instance did not say the same: it is moved no more."""
     numerics: str = ""

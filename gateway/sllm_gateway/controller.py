@@ -54,7 +54,7 @@ class Controller:
             ) from error
         except DeadlineExceeded as error:
             raise NoController(
-                f"no controller has answered {verb!r} within {timeout_s:g} s: it may have been done, {_again(request)}",
+                f"no controller has answered {verb!r} ({error.message}): it may have been done, {_again(request)}",
                 retry_after_s=CONTROLLER_WAIT_S,
             ) from error
 

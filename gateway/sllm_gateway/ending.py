@@ -82,6 +82,7 @@ class Ending:
         if isinstance(error, Cancelled | CallMoved):
             call.frames.clear()
             call.held.clear()
+            self._calls.collects(call, 0)
         call.error = error
         call.go(CallState.CANCELLED if type(error) is Cancelled else CallState.FAILED)
         call.free_reader()
@@ -180,6 +181,8 @@ class Ending:
         if not call.break_off(stopped=stopped):
             return False
         delivered = call.resumption.delivered
+        if call.collected:  # without the half that was dropped
+            self._calls.collects(call, call.buffered)
         log.warning("call goes on elsewhere after %d output(s): %s", delivered, error.message, extra={"call": call.id})
         self._metrics.resumed.labels(call.version.function).inc()
         self._tell(Kind.CALL_RESUMED, call, error.message)

@@ -58,14 +58,11 @@ class Handover:
         if call.numerics and call.numerics != entry.fingerprint:
             call.draw_anew()
         if call.marks.first is not None:
-            call.marks.resumed = now
+            call.marks.resumed, call.marks.offered = now, None
         else:
             call.marks.sent = now
             known = any(each.instance == entry.instance for each in call.marks.route.entries)
-            if not known and came >= call.order.accepted:
-                call.marks.started, call.marks.ready = entry, came
-            elif not call.cold:  # the one that was started did not take it
-                call.marks.started = None
+            call.marks.offered = (entry, came) if not known and came >= call.order.accepted else None
         call.epoch += 1
         call.binding = Binding(call.id, call.epoch, entry, call.order.body, self._window, now)
         self._on_place(call)
@@ -137,9 +134,9 @@ class Handover:
             call.numerics = call.numerics or binding.entry.fingerprint
             call.exact = call.exact and binding.entry.exact
             call.go(CallState.RUNNING)
-            started = call.marks.started
-            if started is not None and started.instance == binding.instance != call.cold:
-                call.cold = binding.instance
+            if call.marks.offered is not None and binding.instance not in call.cold:
+                call.marks.started, call.marks.ready = call.marks.offered
+                call.cold += (binding.instance,)
                 self._tell(Kind.CALL_COLD, call, f"began after {call.due - call.order.accepted:.2f} s")
 
     def _refused(self, call: Call, binding: Binding, status: str, note: str) -> None:

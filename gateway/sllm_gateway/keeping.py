@@ -283,20 +283,31 @@ class Keeping:
 
     async def status(self, order: CallOrder, scope: Scope, send: Send) -> None:
         """How it stands, and what its route would have answered without streaming: that is JSON already."""
-        found = Whole(self._max_output)
+        with self._counted() as counted:
+            await self._status(order, scope, send, counted)
+
+    async def _status(self, order: CallOrder, scope: Scope, send: Send, counted: Callable[[int], str]) -> None:
+        found, why = Whole(self._max_output), ""
         async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
             async for entry in entries:
                 if entry is not None:
                     found.take(entry)
-                if entry is None or found.too_large:  # nothing of that is shown
+                    if why := counted(found.cost):
+                        found = Whole(0)
+                        counted(0)  # for the others, at once
+                if entry is None or found.too_large or why:  # nothing of that is shown
                     break
-        journaled = await self._journal.outline(order.call) if found.too_large else found.journaled
+        journaled = await self._journal.outline(order.call) if found.too_large or why else found.journaled
         if journaled.order is None:
             raise expired(order.call)
         view = views.call(journaled, await self._recent.anywhere(order.call) if journaled.ended is None else None)
         result = b"null"
-        if journaled.state is CallState.SUCCEEDED and journaled.kept and (found.too_large or journaled.whole):
+        if journaled.state is CallState.SUCCEEDED and journaled.kept and (found.too_large or why or journaled.whole):
             try:
+                if why:
+                    raise OutputTooLarge(
+                        f"the answer of {order.call} {why}; read it by GET /v1/calls/{order.call}/events"
+                    )
                 found.require_small(order.call)
                 result = found.body(order, streams=self._streams(order))
             except OutputTooLarge as error:

@@ -74,15 +74,15 @@ def files(
     and is named in ``outside``.
     """
     asked = GitIgnoreSpec.from_lines(include)
+    environments: tuple[str, ...] = ()
+    """Those that are entered all the same: nothing else of them travels."""
 
     def enters(name: str) -> bool:
-        ignored = rules.match_file(f"{name}/") or _is_environment(root / name)
+        ignored = rules.match_file(f"{name}/") or _is_environment(root / name) or name.startswith(environments)
         if not ignored or asked.match_file(f"{name}/"):  # all of it is asked for by its own name
             return True
         return any(_leads_into(pattern, name) for pattern in include)
 
-    environments: tuple[str, ...] = ()
-    """Those that are entered all the same: nothing else of them travels."""
     for directory, below, names in os.walk(root, followlinks=False, onerror=_unreadable):
         here = Path(directory).relative_to(root)
         prefix = "" if here == Path(".") else f"{here.as_posix()}/"

@@ -34,6 +34,7 @@ from sllm_runtime.protocol.errors import (
     NodeNotFound,
     NotFound,
     SllmError,
+    Unavailable,
 )
 from sllm_runtime.protocol.http import (
     API,
@@ -164,8 +165,10 @@ class Api:
             if info.record.active is not None:
                 await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
             found = await self._controller.function(info.record.function) if info.next else info
-        except NoController as error:
-            unheard = done != "is done" and isinstance(error.__cause__, Unserved)
+        except Unavailable as error:  # of a controller that has answered: nothing of it is done
+            unheard = done != "is done" and (
+                not isinstance(error, NoController) or isinstance(error.__cause__, Unserved)
+            )
             if not unheard and wanted.version is None and wanted.request is None:
                 error.retryable, error.retry_after_s = False, None  # whoever sends the same again goes back twice
                 error.message = f"the rollback {done}, and is not to be asked for again unnamed: {error.message}"

@@ -34,6 +34,11 @@ class Ledger:
         """Bytes that count against the limit."""
         return sum(copy.nbytes for copy in self.copies.values()) + sum(self.writing.values())
 
+    @property
+    def stays(self) -> int:
+        """Bytes of copies that make room for nothing."""
+        return sum(copy.nbytes for copy in self.copies.values() if copy.key[0] in self.pinned or copy.readers)
+
     def victims(self, nbytes: int, *, wanted: bool = False) -> list[Copy] | None:
         """Copies to remove before ``nbytes`` more are within the limit, as ``to_free``."""
         return self.to_free(self.used + nbytes - self.limit, wanted=wanted)

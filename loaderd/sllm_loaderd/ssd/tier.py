@@ -113,7 +113,7 @@ class SsdDirectory:
         key, nbytes = (digest_hex(model.checkpoint.digest), rank), model.index.partitions[rank].nbytes
         with self._lock:
             ledger = self._ledger
-            return key not in ledger.copies and key not in ledger.writing and 0 < nbytes <= ledger.limit
+            return key not in ledger.copies and key not in ledger.writing and 0 < nbytes <= ledger.limit - ledger.stays
 
     def keep(self, digests: Iterable[str]) -> None:
         """The models that are to lie here: their copies go last. Those that were told before are so no more."""

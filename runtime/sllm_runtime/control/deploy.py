@@ -40,7 +40,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
     Unsatisfiable,
 )
-from sllm_runtime.protocol.limits import KIB, LONG_POLL_S
+from sllm_runtime.protocol.limits import KIB, LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.node import CAPACITY, Progress
 from sllm_runtime.protocol.quantities import show_bytes
@@ -92,6 +92,14 @@ class Deployments:
             yield
         finally:
             self._secrets.release()
+
+    async def look(self, secrets: Iterable[str]) -> None:
+        """Whether those are there. Raises ``SecretNotFound``; ``Unavailable``, also where nobody can tell in time."""
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                await self._vault.read(secrets)
+        except TimeoutError as error:
+            raise Unavailable(f"secrets cannot be read: no answer within {RPC_TIMEOUT_S:g} s; try again") from error
 
     async def deploy(self, request: Deploy) -> Deployed:
         """Long poll. Raises what ended the deployment."""
@@ -196,7 +204,7 @@ class Deployments:
         key = (version.function, version.version)
         try:
             async with self.holding(request.manifest.secrets):  # its model may have been made ready for long
-                await self._vault.read(request.manifest.secrets)
+                await self.look(request.manifest.secrets)
                 await self._loop.commit(
                     lambda view: registry.create(view, version, needed.model, needed.adapters.values())
                 )
@@ -252,7 +260,7 @@ class Deployments:
         """The content is there already: it gets the route, and a new chance if it was in a back-off."""
         key = (known.function, known.version)
         async with self.holding(known.manifest.secrets):
-            await self._vault.read(known.manifest.secrets)
+            await self.look(known.manifest.secrets)
             await self._activate(deployment, key)
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
 
@@ -288,7 +296,7 @@ class Deployments:
         if never:
             raise Unsatisfiable(f"function {manifest.name!r}: {never}", stage="check")
         await self._ledger.require_room()
-        await self._vault.read(manifest.secrets)
+        await self.look(manifest.secrets)
         stored = await bundles.size(self._bus, request.bundle)
         if stored is None:
             raise InvalidBundle(f"bundle {request.bundle[:19]} is not stored; upload it, then deploy", field="bundle")

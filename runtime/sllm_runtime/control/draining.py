@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from sllm_runtime.control import autoscale, instances, migration
-from sllm_runtime.control.view import Instance, View
+from sllm_runtime.control.view import Instance, Migration, View
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import Conflict, NodeNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.states import MIGRATION, final
@@ -61,8 +61,7 @@ def _leave(view: View, instance: Instance, now: float) -> View:
     over = known is not None and final(MIGRATION, known.state)
     # Where others are of another class, and no other node was found for as long as one is waited for, one that has no
     # call ends: its version's next one starts there.
-    sought = over and known is not None and not known.destination
-    replaced = sought and bool(migration.apart(view, instance, now))
+    replaced = known is not None and _sought(known, now) and bool(migration.apart(view, instance, now))
     needed = bool(instance.running) or (_wanted(view, instance) and not replaced)
     if not needed and instance.carries and instance.idle_s(now) < SURE_S:
         return view  # it may have a call that could move: of one that is ended it would be waited for where it is
@@ -75,6 +74,13 @@ def _leave(view: View, instance: Instance, now: float) -> View:
         return migration.ask(view, instance.record.instance, "", now)
     except SllmError:  # its calls cannot go on elsewhere as they are: they end here, or begin again
         return instances.stop(view, instance, WHY, instance.manifest.timeout, resume=True)
+
+
+def _sought(move: Migration, now: float) -> bool:
+    """Whether any other node was looked for until just now: not one that was named, nor for what wanted its place, and
+    not so long ago that there may be room by now."""
+    anywhere = not (move.destination or move.named or move.by)
+    return anywhere and move.ended is not None and now - move.ended <= migration.KEEP_S
 
 
 def _wanted(view: View, instance: Instance) -> bool:

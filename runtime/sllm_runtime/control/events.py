@@ -122,7 +122,7 @@ def _instance_event(instance: Instance, view: View, wall: float) -> Event:
     reason = record.error.message if record.error else instance.stop.reason if instance.stop else _start(instance)
     refused = view.refused.get((instance.key, record.node))
     if not reason and instance.state is InstanceState.STOPPED and instance.seen is None and refused is not None:
-        reason = refused.reason  # its node did not begin it
+        reason = refused.since or refused.reason  # its node did not begin it
     return Event(
         kind=Kind.of_state("instance", record.state),
         at=wall,

@@ -375,5 +375,5 @@ def refused(view: View, action: Action, error: SllmError, now: float) -> View:
     place = (instance.key, instance.record.node)
     refusal, before = Refusal(now + REFUSED_S, error.message), view.refused.get(place)
     if before is not None and before.until > refusal.until:  # since a start failed there: others still come first
-        refusal = replace(before, yields=refusal.until)
+        refusal = replace(before, yields=refusal.until, since=error.message)
     return instances.withdraw(replace(view, refused={**view.refused, place: refusal}), instance)

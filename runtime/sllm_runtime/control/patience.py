@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from sllm_runtime.control import instances
-from sllm_runtime.control.autoscale import lent_s
+from sllm_runtime.control.autoscale import floor, lent_s
 from sllm_runtime.control.fits import Need, free, need_in, short, total
 from sllm_runtime.control.placement import Request, evictable, fewest, may_start
 from sllm_runtime.control.providing.packing import places
@@ -273,8 +273,8 @@ def _elsewhere(
     if any(each.key != key for each in going) or key not in view.versions:
         return False
     failure = view.failures.get(key)
-    if failure is not None and (failure.blocking or now < failure.until):  # what works may be the last
-        return False
+    if failure is not None and (now < failure.until or (failure.blocking and _spare(view, going) < 0)):
+        return False  # what works may be the last
     if (key, most) not in rooms:
         need, may = need_in(view, key, going[0].manifest), may_start(view, key, now)
         rooms[key, most] = {
@@ -284,6 +284,14 @@ def _elsewhere(
         }
     room = rooms[key, most]
     return sum(room.values()) - room.get(node, 0) >= most
+
+
+def _spare(view: View, going: Sequence[Instance]) -> int:
+    """Of a version of which a start has failed, and none was made since: those that work, beyond what it wants in any
+    case, or where that is nothing but those that go, beyond one that stays. Below zero it may be without any."""
+    key = going[0].key
+    work = sum(each.ready for each in view.of(key))
+    return min(work - floor(view, key, going[0].manifest), work - len(going) - 1)
 
 
 def _urgent(request: Request, instance: Instance) -> bool:

@@ -178,7 +178,7 @@ class Service:
             with contextlib.suppress(_Overtaken):  # by another one's: it goes elsewhere, with other secrets
                 async with self._deployments.holding(meant.manifest.secrets):
                     with contextlib.suppress(Unavailable):  # nobody can tell: what runs of it goes on
-                        await self._vault.read(meant.manifest.secrets)
+                        await self._deployments.look(meant.manifest.secrets)
                     view = await self._loop.commit(step)
                 return listing.function(view, function)
 

@@ -240,6 +240,8 @@ class Refusal:
     until: float
     reason: str
     yields: float = inf
+    since: str = ""
+    """What it has said since, asked all the same."""
 
 
 class Waited(NamedTuple):

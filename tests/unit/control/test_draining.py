@@ -368,3 +368,36 @@ def test_an_idle_instance_of_a_retired_version_does_not_move() -> None:
     cordon(world, "n1", drain=True)
     assert source in [action.instance for action in world.plan() if isinstance(action, SendStop)]
     assert source not in world.view.migrations
+
+
+@pytest.mark.parametrize("how", ["long ago", "named"])
+def test_what_a_move_that_was_not_the_drains_did_not_find_says_nothing_of_what_is_there_now(how: str) -> None:
+    """Calls were to move yesterday, or to a node that was named, and there was no room then: now there is."""
+    world, source = running(*(FakeNode(name, cpu=4.0, gpus=0) for name in ("n1", "n2", "n3")), min_instances=1)
+    ask(world, source, "n2")
+    world.plan()
+    (other,) = [name for name in world.live(CHAT) if name != source]
+    ready(world, other, fingerprint="g")
+    world.turn(1)
+    cordon(world, "n3", cordoned=True)
+    if how == "named":
+        world.view = draining.cordon(world.view, "n3", cordoned=False, drain=False)
+        ask(world, source, "n3")
+        cordon(world, "n3", cordoned=True)
+    else:
+        ask(world, source)
+    world.turn(PLACE_S + 1)
+    known = world.view.migrations[source]
+    assert (known.state, known.destination) == (MigrationState.ABANDONED, "")
+    works(world, source, 0)
+    cordon(world, "n3")  # it has room
+    world.turn(3600.0 if how == "long ago" else 5.0)
+    assert world.view.instances[source].ready
+    cordon(world, "n1", drain=True)
+    world.turn(1)
+    assert world.view.instances[source].ready, "ended, and nobody is there for the next call"
+    (destination,) = [name for name in world.live(CHAT) if name != source]
+    assert world.view.instances[destination].record.node == "n3"
+    ready(world, destination)
+    world.turn(1)
+    assert world.live(CHAT) == [destination], "it has moved"

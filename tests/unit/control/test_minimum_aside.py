@@ -147,3 +147,26 @@ def test_a_plan_in_which_many_wait_looks_for_few_that_step_aside(monkeypatch: py
     world.hear_all()
     world.plan()
     assert 0 < len(looked) <= MOST // 2
+
+
+def test_a_start_that_failed_once_and_that_nobody_wants_any_more_holds_nobody_up_for_ever() -> None:
+    """Two are wanted and there; a third was, for a moment, and did not start. Nobody starts one since, so nobody will
+    ever know that it can."""
+    world = World(FakeNode("a", 8.0, 2), FakeNode("b", 8.0, 2))
+    world.hear_all()
+    kept = manifest("kept", cpu=1.0, gpu=["L4"], min_instances=2, max_instances=3, keep_alive=5.0)
+    world.view = deployed(world.view, kept)
+    live_for(world, 10)
+    there = world.live(KEPT)
+    world.wait_for(KEPT, 3)
+    world.plan()
+    (third,) = [name for name in world.live(KEPT) if name not in there]
+    world.finish(third, InstanceState.FAILED, ERROR)
+    world.wait_for(KEPT, 0)
+    live_for(world, 1200)
+    assert world.live(KEPT) == there
+    world.view = deployed(world.view, manifest("wide", cpu=1.0, gpu=["L4:2"]))
+    world.wait_for(WIDE, 1)
+    live_for(world, 120)
+    assert world.live(WIDE)
+    assert len(world.live(KEPT)) == 2

@@ -15,7 +15,7 @@ from sllm_runtime.control.events import events
 from sllm_runtime.control.loop import refused
 from sllm_runtime.control.reports import news, observe, pressing, still
 from sllm_runtime.control.table import changed
-from sllm_runtime.control.view import View
+from sllm_runtime.control.view import Refusal, View
 from sllm_runtime.protocol.errors import NoCapacity
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import InstanceState
@@ -197,3 +197,18 @@ def test_calls_that_begin_and_end_press_only_while_somebody_waits() -> None:
     assert not pressing(View(), before, works)
     assert pressing(View(), before, ended)
     assert pressing(View().put_waiting(("f", 1), "gw", 1), before, works)
+
+
+def test_why_a_start_was_given_up_is_what_its_node_said_of_it_though_one_had_failed_there() -> None:
+    world = World(FakeNode("n1", cpu=8.0, gpus=1))
+    world.view = deployed(world.view, manifest("chat"))
+    world.hear("n1")
+    world.wait_for(("chat", 1), 1)
+    (action, *_) = world.plan(deliver=False)
+    before = Refusal(world.now + 60.0, "a start failed there: no module named nope", yields=world.now)
+    view = replace(world.view, refused={(("chat", 1), "n1"): before})
+    after = refused(view, action, NoCapacity("n1 is full"), world.now)
+    (event,) = events(view, after, 0.0)
+    assert (event.kind, event.message) == ("instance.stopped", "n1 is full")
+    later = refused(view, action, NoCapacity("n1 is full"), world.now).refused[("chat", 1), "n1"]
+    assert later.reason == before.reason, "that others come first is for what failed there"

@@ -323,3 +323,23 @@ async def test_two_who_go_back_at_once_give_the_route_to_no_version_whose_secret
     await asyncio.wait({first, second}, timeout=5.0)
     assert loop.view.functions["chat"].active == 2
     assert isinstance(second.exception(), SecretNotFound)
+
+
+async def test_a_vault_that_hangs_is_not_waited_for_without_end_by_who_goes_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell whether its secrets are there, as of one that says so: the route goes back, and who comes next
+    has its turn."""
+    gateway, deployments = bench.gateway, bench.controller.service._deployments
+    vault = bench.controller.service._vault
+    await gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    await gateway.deploy(manifest(secrets=("token",)))
+    await gateway.deploy(manifest())
+
+    async def hangs(names: Iterable[str]) -> Any:
+        return await asyncio.Event().wait() if tuple(names) else Secrets()
+
+    monkeypatch.setattr(vault, "read", hangs)
+    await gateway.ask("rollback", ctl.Rollback(function="chat"), 9.0)
+    assert bench.controller.loop.view.functions["chat"].active == 1
+    assert not deployments._secrets.locked()

@@ -291,7 +291,7 @@ async def test_a_rollback_whose_leader_lost_its_proof_is_not_said_to_be_asked_ag
 async def test_a_rollback_that_is_done_is_not_said_to_be_asked_again(
     nats: Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller.Controller.ask, "__kwdefaults__", {"timeout_s": 0.5, "wait_s": 0.1})
+    monkeypatch.setattr(controller, "CONTROLLER_WAIT_S", 0.1)  # ``function`` says ``timeout_s`` and ``wait_s`` itself
     done = list[ctl.Rollback]()
 
     async def rollback(request: ctl.Rollback) -> ctl.FunctionInfo:
@@ -303,7 +303,44 @@ async def test_a_rollback_that_is_done_is_not_said_to_be_asked_again(
         await w.deploy(manifest("f"), version=2)
         answer = await w.http.post(f"{API}/functions/f/rollback", json={})
         assert done
-        assert answer.status_code == 200 or answer.json()["error"]["retryable"] is False
+        assert (answer.status_code, answer.json()["error"]["retryable"]) == (503, False)
+
+
+async def test_a_rollback_that_one_heard_who_is_gone_is_not_said_to_be_not_done(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller.Controller.ask, "__kwdefaults__", {"timeout_s": 5.0, "wait_s": 0.5})
+    heard = asyncio.Event()
+
+    async def rollback(request: ctl.Rollback) -> ctl.FunctionInfo:
+        heard.set()  # it is stored; then the process dies
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async with world(nats) as w:
+        await w.controller.serve("rollback", ctl.Rollback, rollback)
+        asked = asyncio.create_task(w.http.post(f"{API}/functions/f/rollback", json={}))
+        await asyncio.wait_for(heard.wait(), 5)
+        await w.controller._subscriptions.pop().unsubscribe()
+        w.gateway._leader._ask_again()  # the connection was gone for a moment, or another one led for a moment
+        error = (await asked).json()["error"]
+        assert error["retryable"] is False
+        assert "was not done" not in error["message"]
+
+
+async def test_a_rollback_that_is_done_is_not_asked_for_again_whatever_came_then(nats: Nats) -> None:
+    async def rollback(request: ctl.Rollback) -> ctl.FunctionInfo:
+        return msgspec.structs.replace(INFO, next="v1")
+
+    async def function(request: ctl.FunctionRef) -> ctl.FunctionInfo:
+        raise Unavailable("16384 requests are being answered; try again")  # ``Server.handle`` says so
+
+    async with world(nats) as w:
+        await w.controller.serve("rollback", ctl.Rollback, rollback)
+        await w.controller.serve("function", ctl.FunctionRef, function)
+        await w.deploy(manifest("f"), version=2)
+        answer = await w.http.post(f"{API}/functions/f/rollback", json={})
+        assert answer.json()["error"]["retryable"] is False
 
 
 async def test_a_rollback_that_may_be_done_is_not_to_be_asked_for_again(

@@ -192,7 +192,7 @@ def test_a_zone_that_comes_for_one_that_goes_takes_no_addresses_of_one_that_stay
     for kind in ("public", "private"):
         made = {zone: planned[f'aws_subnet.{kind}["{zone}"]']["after"] for zone in ZONES}
         module.there("aws_subnet", kind, {z: a | {"id": f"s-{kind}-{z}", "vpc_id": "vpc-1"} for z, a in made.items()})
-    with pytest.raises(AssertionError, match="stands where that stood"):
+    with pytest.raises(AssertionError, match="further ones go to the end"):
         module.plan(zones=["us-east-1b", "us-east-1c", "us-east-1d"])
     other = module.plan(zones=["us-east-1d", "us-east-1b", "us-east-1c"])
     assert other['aws_subnet.private["us-east-1d"]']["after"]["cidr_block"] == "10.42.128.0/20"

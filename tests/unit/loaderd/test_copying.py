@@ -216,3 +216,36 @@ async def test_a_copy_without_room_ends_no_other(published: Path, server: RangeS
         with pytest.raises(Unavailable, match="no room"):
             await daemon.control.copy(wanted.model)
         assert half.exists(), "it was given up, and the other one has no room in the whole tier"
+
+
+async def test_a_copy_that_pinned_ones_leave_no_room_ends_no_other(
+    published: Path,
+    server: RangeServer,
+    tmp_path: Path,
+) -> None:
+    third, _ = small_checkpoint(tmp_path / "third", seed=2)
+    other, _ = small_checkpoint(tmp_path / "another", layers=8, seed=1)
+    for name, found in (("third", third), ("other", other)):
+        shutil.copytree(found, published.parent / name)
+    size, large = ((each / PARTITION).stat().st_size for each in (third, other))
+    assert large > 1.5 * size
+    async with loaderd(tmp_path, remote_threads=1, ssd_bytes=large + size // 2) as daemon:
+        tiny, pinned, wanted = [
+            await daemon.control.register(f"{server.url}/{name}") for name in ("tiny", "third", "other")
+        ]
+        await daemon.control.copy(pinned.model)
+        await daemon.control.pin(pinned.model)
+        async with session(daemon, tiny.model) as one:
+            load = one.load(blocks=[(0, 0)])
+            await asyncio.to_thread(load.wait, 0)
+            load.detach()
+        await daemon.control.gone("w")
+
+        async def quiet() -> bool:
+            return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
+
+        await until(quiet, what="nothing is read or written")
+        (half,) = (daemon.data / "ssd").glob(".*")
+        with pytest.raises(Unavailable, match="no room"):
+            await daemon.control.copy(wanted.model)
+        assert half.exists(), "it was given up, and the other one has no room beside what is pinned"

@@ -26,7 +26,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
 )
 from sllm_runtime.protocol.loader import DISK
-from tests.fixtures.loaderd import SMALL_CHUNK, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.sources import object_store, s3_settings
 
@@ -350,3 +350,13 @@ def test_what_was_fetched_and_cannot_be_converted_is_not_kept(tmp_path: Path, mo
         with pytest.raises(InvalidCheckpoint, match="too short"):
             bring("s3://bucket/model", tmp_path / "staging", tmp_path / "cache", "")
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_an_index_of_another_kind_beside_a_models_weights_is_none_over_http(tmp_path: Path, direct: bool) -> None:
+    model = tmp_path / "served" / "model"
+    numbers_model(model)
+    (model / "index.json").write_text('{"pages": 3}')
+    with range_server(tmp_path / "served") as server:
+        outcome = bring(f"{server.url}/model", tmp_path / "staging", tmp_path / "cache", "", direct=direct)
+    assert outcome.digest

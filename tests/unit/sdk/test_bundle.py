@@ -95,6 +95,18 @@ def test_of_an_environment_only_what_is_asked_for_travels(tmp_path: Path) -> Non
     assert sorted(found) == ["env/data/x.bin", "function.py"]
 
 
+def test_of_an_environment_that_is_asked_into_no_link_is_missed(tmp_path: Path) -> None:
+    """Each environment on Linux has ``lib64 -> lib``."""
+    tree = ("env/pyvenv.cfg", "env/lib/a.py", "env/data/x.bin", "env/d/e/y.bin", "function.py")
+    write(tmp_path, dict.fromkeys(tree, ""))
+    (tmp_path / "env/lib64").symlink_to("lib")
+    outside: list[str] = []
+    asked = ("env/data/*.bin", "env/d")
+    found = ignore.files(tmp_path, ignore.spec(tmp_path), outside, asked)
+    assert sorted(found) == ["env/d/e/y.bin", "env/data/x.bin", "function.py"]
+    assert outside == []
+
+
 def test_patterns(tmp_path: Path) -> None:
     write(tmp_path, {"function.py": FUNCTION, "data/big.csv": "1", "data/small.csv": "2", "w.pt": "3", "notes.md": "4"})
     write(tmp_path, {".sllmignore": "# comment\ndata/\n*.md\n!w.pt\n"})

@@ -44,6 +44,6 @@ output "private_subnets" {
 
   precondition {
     condition     = length(distinct([for zone in var.zones : aws_subnet.private[zone].cidr_block])) == length(var.zones)
-    error_message = "zones puts a new one where its addresses would be those of one that is there: one that comes for another stands where that stood."
+    error_message = "zones puts a new one where its addresses would be those of one that is there: further ones go to the end."
   }
 }

@@ -30,7 +30,7 @@ variable "cidr" {
 }
 
 variable "zones" {
-  description = "Availability zones, as [\"us-east-1a\", \"us-east-1b\", \"us-east-1c\"]. NATS puts one server into each, so three outlive the loss of one. A zone's place gives its addresses when it is made: further ones go to the end, and one that comes for another stands where that stood."
+  description = "Availability zones, as [\"us-east-1a\", \"us-east-1b\", \"us-east-1c\"]. NATS puts one server into each, so three outlive the loss of one. A zone's place gives its addresses when it is made: further ones go to the end. None is exchanged for another while a NATS server lies in it, whose name and disk are those of its zone."
   type        = list(string)
 
   validation {

@@ -89,6 +89,13 @@ class Pages:
             found.append(page)
         return found
 
+    def again(self, key: bytes) -> int | None:
+        """Hold and return the page that is kept under ``key``, if there is one."""
+        page = self._by_hash.get(key)
+        if page is not None:
+            self._hold(page)
+        return page
+
     def keep(self, page: int, key: bytes) -> None:
         """``page`` is full and has the content ``key``; it may be found by it. The first such page wins."""
         if self._hashes[page] is None and key not in self._by_hash:

@@ -2,8 +2,10 @@
 
 Every running sequence that is complete but for its last token decodes one token a step. What is left of the step's
 budget goes to prefills, in chunks, to the one that has the least left first: a short prompt passes any number of long
-ones, and long ones that come together are done one after the other, which is the least that they wait on the whole. Who
-was passed for STARVED steps comes first. When pages run out the youngest gives its up and is computed again later.
+ones, and long ones that come together are done one after the other, which is the least that they wait on the whole. In
+every second step one that was passed for STARVED comes first. Who waits is begun as soon as its pages are there, and
+takes what others have computed of its prefix meanwhile. When pages run out the youngest gives its up and is computed
+again later.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ class Sequence:
     """Of its prompt, those that were found and not computed."""
     served: int = 0
     """The step that last computed a chunk of it, or began it."""
+    worked: bool = False
+    """Whether a chunk of it was computed."""
     adapter: Adapter | None = None
     held: bool = False
     """Whether nothing more of it is to be drawn (``Request.held``, ``Engine.hold``)."""
@@ -206,17 +210,17 @@ class Scheduler:
         self._step += 1
         chunks = self._decodes(-(-len(self.running) // depth))
         room = self.limits.prefill
-        for _ in range(-(-self.limits.prefill // self.limits.quantum)):  # those that have begun may need all of it
-            if not self._may_admit() or not self._admit(self.waiting[0]):
-                break
+        while self.waiting and len(self.running) < self.limits.running and self._admit(self.waiting[0]):
+            pass
         begun = [sequence for sequence in self.running if sequence.state is State.PREFILL]
-        begun.sort(key=self._turn)
         for sequence in begun:
-            room -= self._prefill(sequence, room, chunks)
-        while room > 0 and self._may_admit():
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
-                break
+            self._find_more(sequence)
+        begun.sort(key=lambda sequence: sequence.wanted - sequence.computed)
+        longest = min(begun, key=lambda sequence: sequence.served, default=None)
+        if longest is not None and self._step - longest.served >= STARVED and self._step % 2:
+            begun.remove(longest)  # one of them, in every second step: else they would take all of each
+            begun.insert(0, longest)
+        for sequence in begun:
             room -= self._prefill(sequence, room, chunks)
         self._blocked = not chunks
         return chunks
@@ -283,14 +287,6 @@ class Scheduler:
         self.pages.check(sequence.pages for sequence in self.running)
         assert all(not sequence.pages for sequence in self.waiting), "a waiting sequence holds pages"
 
-    def _may_admit(self) -> bool:
-        return bool(self.waiting) and len(self.running) < self.limits.running
-
-    def _turn(self, sequence: Sequence) -> tuple[bool, int]:
-        """Of one that prefills: the least comes first."""
-        passed = self._step - sequence.served >= STARVED
-        return not passed, sequence.served if passed else sequence.wanted - sequence.computed
-
     def _decodes(self, most: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         for sequence in list(self.running):
@@ -318,7 +314,7 @@ class Scheduler:
         if not grown:
             return 0
         chunks.append(Chunk(sequence, sequence.computed, count))
-        sequence.served = self._step
+        sequence.served, sequence.worked = self._step, True
         return count
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -332,12 +328,26 @@ class Scheduler:
         self.running.append(sequence)
         sequence.pages = found
         sequence.computed = len(found) * PAGE
-        if not sequence.served:  # what it finds after it was preempted it has computed itself
+        if not sequence.worked:  # what it finds after it was preempted it has computed itself
             sequence.cached = min(sequence.computed, len(sequence.request.prompt))
         sequence.served = self._step
         sequence.move(State.PREFILL)
         self._settle(sequence)
         return True
+
+    def _find_more(self, sequence: Sequence) -> None:
+        """What others have computed since it began, it need not."""
+        most = 0 if sequence.scoring else len(sequence.request.prompt) + sequence.told
+        most = min(most, len(sequence.tokens) - 1)  # something must be computed to get logits from
+        while (end := (len(sequence.pages) + 1) * PAGE) <= most and sequence.computed == end - PAGE:
+            page = self.pages.again(sequence.key(len(sequence.pages)))
+            if page is None:
+                break
+            sequence.pages.append(page)
+            sequence.computed = end
+            if not sequence.worked:  # as ``_admit``
+                sequence.cached = min(end, len(sequence.request.prompt))
+        self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
         """Nothing of it is left to prefill, it may be."""
