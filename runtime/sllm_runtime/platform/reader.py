@@ -63,7 +63,7 @@ class Reader:
     async def next(self) -> Msg | None:
         """The next message; None: for a while nothing has come. Raises ``Lost``."""
         message = await self._come.next()
-        if not message.reply.startswith(_STORED):
+        if not _is_stored(message):
             last = (message.headers or {}).get("Nats-Last-Consumer")
             if last is not None and int(last) != self._delivered:
                 raise Lost("a message was lost")
@@ -101,11 +101,10 @@ class _Come:
         """It came; beyond QUEUED_BYTES it is left, and all behind it: the server was asked for less."""
         if self._ended:
             return
-        if message.reply.startswith(_STORED):
-            self._sent = True
-        elif (status := (message.headers or {}).get("Status")) != _HEARTBEAT:
-            await self._answered(f"{status} {(message.headers or {}).get('Description', '')}")
+        if not _is_stored(message):
+            await self._told(message)
             return
+        self._sent = True
         if self._bytes + _nbytes(message) > QUEUED_BYTES:
             self.end("more came than was asked for")
             return
@@ -115,6 +114,16 @@ class _Come:
         self._left -= _counted(message)
         if not self._left:  # JetStream says nothing of that, and sends no more
             await self._answered("")
+
+    async def _told(self, message: Msg) -> None:
+        """A heartbeat takes no room, neither of what was asked for: the last one says as much as all before it."""
+        if (status := (message.headers or {}).get("Status")) != _HEARTBEAT:
+            await self._answered(f"{status} {(message.headers or {}).get('Description', '')}")
+            return
+        if self._waiting and not _is_stored(self._waiting[-1]):
+            self._waiting.pop()
+        self._waiting.append(message)
+        self._news.set()
 
     async def _answered(self, status: str) -> None:
         """It sends no more of what it was asked for. Where it has sent nothing it is gone, or never will."""
@@ -151,8 +160,12 @@ class _Come:
             except TimeoutError:
                 raise Lost("no heartbeat") from None
         message = self._waiting.popleft()
-        self._bytes -= _nbytes(message)
+        self._bytes -= _nbytes(message) if _is_stored(message) else 0
         return message
+
+
+def _is_stored(message: Msg) -> bool:
+    return message.reply.startswith(_STORED)
 
 
 def _nbytes(message: Msg) -> int:

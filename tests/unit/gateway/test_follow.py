@@ -201,7 +201,8 @@ async def test_what_a_reader_that_lags_has_not_taken_is_bounded_and_comes_all_th
             begun.set()
 
         async def asked(*args: Any) -> None:
-            made.append(args[2].name)
+            if args[1] == subjects.EVENTS_STREAM:  # the gateway has readers of its own
+                made.append(args[2].name)
             await ask(*args)
 
         monkeypatch.setattr(reader._Come, "put", noted)
@@ -357,6 +358,7 @@ class Sent(NamedTuple):
 
 OVER = Sent(headers={"Status": "409", "Description": "Batch Completed"})
 NOBODY = Sent(headers={"Status": "503"})
+BEAT = Sent(headers={"Status": "100", "Nats-Last-Consumer": "0"})
 
 
 def _come(nbytes: int = reader.MESSAGE_BYTES) -> tuple[reader._Come, list[int]]:
@@ -387,6 +389,22 @@ async def test_small_messages_that_are_not_taken_are_bounded_too_and_an_end_wait
         await come.next()
     assert found == [b"%d" % number for number in range(len(found))], "what had come by then is read"
     assert most // 2 < len(found) <= most
+
+
+async def test_heartbeats_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are they counted against what was asked for, which JetStream does not: it would end without a word."""
+    monkeypatch.setattr(reader, "QUEUED_BYTES", 2 * reader.MESSAGE_BYTES)
+    come, asked = _come()
+    whole = Sent(bytes(reader.MESSAGE_BYTES // 2 - len("s$JS.ACK.x")), "$JS.ACK.x")
+    await come._more()
+    await _sent(come, BEAT, BEAT, whole, BEAT, BEAT)
+    assert [(await come.next()).reply for _ in range(3)] == ["", "$JS.ACK.x", ""]
+    assert (len(come._waiting), come._bytes, len(asked)) == (0, 0, 1)
+    await _sent(come, whole)  # half, and half: that is all
+    assert len(asked) == 1, "there is no room beside it"
+    await come.next()
+    await asyncio.wait_for(come._more(), GIVE_UP_S)
+    assert len(asked) == 2
 
 
 async def test_more_is_asked_for_once_all_has_come_and_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
