@@ -11,7 +11,7 @@ import msgspec
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.platform.requests import Unserved
 from sllm_runtime.protocol import ctl, subjects
-from sllm_runtime.protocol.errors import DeadlineExceeded
+from sllm_runtime.protocol.errors import DeadlineExceeded, NoController, Unavailable
 from sllm_runtime.protocol.limits import RPC_TIMEOUT_S
 from sllm_runtime.protocol.records import Term
 
@@ -82,6 +82,10 @@ class Leader:
                         break
                     raise
                 await asyncio.wait({another}, timeout=min(AGAIN_S, left))
+            except Unavailable as error:  # the next one did not do it
+                if not heard or not isinstance(request, ctl.Rollback) or isinstance(error, NoController):
+                    raise
+                raise DeadlineExceeded(f"none of who heard it first; then: {error.message}") from error
             finally:
                 another.cancel()
                 asking.cancel()

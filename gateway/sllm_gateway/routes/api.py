@@ -165,7 +165,7 @@ class Api:
             if info.record.active is not None:
                 await self._table.until_active(info.record.function, info.record.active, ROUTE_WAIT_S)
             found = await self._controller.function(info.record.function) if info.next else info
-        except Unavailable as error:  # of a controller that has answered: nothing of it is done
+        except Unavailable as error:  # of the only controller that heard it: nothing of it is done
             unheard = done != "is done" and (
                 not isinstance(error, NoController) or isinstance(error.__cause__, Unserved)
             )

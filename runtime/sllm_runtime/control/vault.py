@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from secrets import token_hex
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from sllm_runtime.protocol.ctl import SecretInfo
 from sllm_runtime.protocol.errors import Conflict, InvalidArgument, SecretNotFound, Unavailable
@@ -22,6 +22,9 @@ from sllm_runtime.protocol.secrets import MAX_SECRET, MAX_STORED, SECRET_NAME, S
 
 T = TypeVar("T")
 
+AT_ONCE: Final = 2
+"""Threads that read or write secrets. Where the directory hangs so do they, also when nobody waits for them any more:
+others of the controller's are left for all else."""
 _NEW: Final = ".new"
 """Begins the name of a file that is written, no secret's, and is followed by what no other one has."""
 
@@ -48,6 +51,7 @@ class DirectoryVault:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._changing = threading.Lock()
         """One is stored or removed at a time: each takes away what another has not stored yet."""
 
@@ -71,9 +75,17 @@ class DirectoryVault:
         checked(name)
         await self._do(lambda: self._alone(lambda: self._remove(name)))
 
+    def _done(self, doing: asyncio.Future[Any]) -> None:
+        self._turns.release()
+        if not doing.cancelled():
+            doing.exception()  # whoever waited for it may have given up
+
     async def _do(self, work: Callable[[], T]) -> T:
+        await self._turns.acquire()
+        doing = asyncio.ensure_future(asyncio.to_thread(work))
+        doing.add_done_callback(self._done)
         try:
-            return await asyncio.to_thread(work)
+            return await asyncio.shield(doing)
         except OSError as error:
             text = (
                 f"the platform's secrets in {self._directory} cannot be used: {error.strerror}; see its owner and mode"

@@ -67,6 +67,8 @@ class Sequence:
     """The step that last computed a chunk of it, or began it."""
     worked: bool = False
     """Whether a chunk of it was computed."""
+    had: int = 0
+    """Of its prompt, those that were found or computed by now; also before it was preempted."""
     adapter: Adapter | None = None
     held: bool = False
     """Whether nothing more of it is to be drawn (``Request.held``, ``Engine.hold``)."""
@@ -315,6 +317,7 @@ class Scheduler:
             return 0
         chunks.append(Chunk(sequence, sequence.computed, count))
         sequence.served, sequence.worked = self._step, True
+        sequence.had = max(sequence.had, sequence.computed + count)
         return count
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -328,8 +331,7 @@ class Scheduler:
         self.running.append(sequence)
         sequence.pages = found
         sequence.computed = len(found) * PAGE
-        if not sequence.worked:  # what it finds after it was preempted it has computed itself
-            sequence.cached = min(sequence.computed, len(sequence.request.prompt))
+        self._found(sequence)
         sequence.served = self._step
         sequence.move(State.PREFILL)
         self._settle(sequence)
@@ -337,17 +339,25 @@ class Scheduler:
 
     def _find_more(self, sequence: Sequence) -> None:
         """What others have computed since it began, it need not."""
-        most = 0 if sequence.scoring else len(sequence.request.prompt) + sequence.told
-        most = min(most, len(sequence.tokens) - 1)  # something must be computed to get logits from
+        # As ``findable`` and ``Pages.find``: the row before what is not told yet is computed.
+        most = 0 if sequence.scoring else min(len(sequence.request.prompt) + sequence.told, len(sequence.tokens)) - 1
         while (end := (len(sequence.pages) + 1) * PAGE) <= most and sequence.computed == end - PAGE:
             page = self.pages.again(sequence.key(len(sequence.pages)))
             if page is None:
                 break
             sequence.pages.append(page)
             sequence.computed = end
-            if not sequence.worked:  # as ``_admit``
-                sequence.cached = min(end, len(sequence.request.prompt))
+            self._found(sequence)
         self._settle(sequence)
+
+    @staticmethod
+    def _found(sequence: Sequence) -> None:
+        """Count what it has found; of that, what it had before it was preempted it has computed itself."""
+        end = min(sequence.computed, len(sequence.request.prompt))
+        if not sequence.worked:
+            sequence.cached = sequence.had = end
+        elif end > sequence.had:
+            sequence.cached, sequence.had = sequence.cached + end - sequence.had, end
 
     def _settle(self, sequence: Sequence) -> None:
         """Nothing of it is left to prefill, it may be."""
