@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import mmap
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -110,8 +112,13 @@ def test_a_full_disk_costs_no_copy_while_another_is_being_removed(
         go.wait(WAIT)
         unlink(path, missing_ok=missing_ok)
 
+    def used() -> Iterator[int]:
+        for file in tmp_path.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                yield file.stat().st_size
+
     def small(fd: int, offset: int, nbytes: int) -> None:
-        if sum(file.stat().st_size for file in tmp_path.iterdir()) + nbytes > 4 * CHUNK:
+        if sum(used()) + nbytes > 4 * CHUNK:
             full.set()
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(fd, offset, nbytes)
