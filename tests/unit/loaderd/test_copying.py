@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.ssd.ledger import Copy, Ledger
 from sllm_runtime.protocol.errors import Conflict, Forbidden, Unavailable
-from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, session, small_checkpoint
+from tests.fixtures.loaderd import SMALL_CHUNK, LoaderProcess, loaded, loaderd, numbers_model, session, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.fixtures.waiting import until
 
@@ -33,6 +33,25 @@ def published(tmp_path: Path) -> Path:
 def server(published: Path) -> Iterator[RangeServer]:
     with range_server(published.parent) as running:
         yield running
+
+
+async def goes(daemon: LoaderProcess) -> None:
+    """The sandbox, and what it has asked for comes to its end."""
+    await daemon.control.gone("w")
+
+    async def quiet() -> bool:
+        return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
+
+    await until(quiet, what="nothing is read or written")
+
+
+async def loads_a_part(daemon: LoaderProcess, model: str) -> None:
+    """Of ``model``: what it has of the SSD tier lacks the rest, which nobody brings."""
+    async with session(daemon, model) as one:
+        load = one.load(blocks=[(0, 0)])
+        await asyncio.to_thread(load.wait, 0)
+        load.detach()
+    await goes(daemon)
 
 
 async def test_a_copy_comes_to_the_disk_and_nothing_of_it_stays_in_memory(
@@ -145,12 +164,7 @@ async def test_a_load_of_a_part_holds_no_place_for_a_copy(
             await asyncio.to_thread(load.wait, 0)
             load.detach()
         server.released.set()  # the sandbox is dead, with whatever it had asked for
-        await daemon.control.gone("w")
-
-        async def quiet() -> bool:
-            return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
-
-        await until(quiet, what="nothing is read or written")
+        await goes(daemon)
         status = await daemon.control.status()
         assert 0 < sum(part.nbytes for part in status.resident) < info.nbytes, "a part of it is in memory"
 
@@ -180,16 +194,7 @@ async def test_a_load_of_a_part_holds_no_place_for_the_copy_of_another_model(
     size = (other / PARTITION).stat().st_size
     async with loaderd(tmp_path, remote_threads=1, ssd_bytes=size + size // 2) as daemon:
         tiny, wanted = [await daemon.control.register(f"{server.url}/{name}") for name in ("tiny", "other")]
-        async with session(daemon, tiny.model) as one:
-            load = one.load(blocks=[(0, 0)])
-            await asyncio.to_thread(load.wait, 0)
-            load.detach()
-        await daemon.control.gone("w")
-
-        async def quiet() -> bool:
-            return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
-
-        await until(quiet, what="nothing is read or written")
+        await loads_a_part(daemon, tiny.model)
         assert (await daemon.control.status()).resident, "a part of it is in memory"
         await daemon.control.copy(wanted.model)
         (copy,) = (daemon.data / "ssd").glob("[!.]*")
@@ -202,16 +207,7 @@ async def test_a_copy_without_room_ends_no_other(published: Path, server: RangeS
     size = (published / PARTITION).stat().st_size
     async with loaderd(tmp_path, remote_threads=1, ssd_bytes=size + size // 2) as daemon:
         tiny, wanted = [await daemon.control.register(f"{server.url}/{name}") for name in ("tiny", "other")]
-        async with session(daemon, tiny.model) as one:
-            load = one.load(blocks=[(0, 0)])
-            await asyncio.to_thread(load.wait, 0)
-            load.detach()
-        await daemon.control.gone("w")
-
-        async def quiet() -> bool:
-            return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
-
-        await until(quiet, what="nothing is read or written")
+        await loads_a_part(daemon, tiny.model)
         (half,) = (daemon.data / "ssd").iterdir()
         with pytest.raises(Unavailable, match="no room"):
             await daemon.control.copy(wanted.model)
@@ -235,16 +231,7 @@ async def test_a_copy_that_pinned_ones_leave_no_room_ends_no_other(
         ]
         await daemon.control.copy(pinned.model)
         await daemon.control.pin(pinned.model)
-        async with session(daemon, tiny.model) as one:
-            load = one.load(blocks=[(0, 0)])
-            await asyncio.to_thread(load.wait, 0)
-            load.detach()
-        await daemon.control.gone("w")
-
-        async def quiet() -> bool:
-            return not any(sum(path.queued.values()) for path in (await daemon.control.status()).paths)
-
-        await until(quiet, what="nothing is read or written")
+        await loads_a_part(daemon, tiny.model)
         (half,) = (daemon.data / "ssd").glob(".*")
         with pytest.raises(Unavailable, match="no room"):
             await daemon.control.copy(wanted.model)
