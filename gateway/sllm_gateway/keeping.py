@@ -87,7 +87,7 @@ class Keeping:
         writer: EventWriter,
         max_output: int,
         clock: Callable[[], float],
-        collects: Callable[[int], str] = lambda _: "",
+        collects: Callable[[int], str],
     ) -> None:
         """``max_output``: bytes of the largest answer that is not streamed; ``collects``: see ``Calls``."""
         self._bus, self._detached, self._journal, self._writer = bus, detached, journal, writer
@@ -246,13 +246,18 @@ class Keeping:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[Callable[[int], str]]:
-        """What counts how much of an answer is held by now, for as long as it is."""
+        """What counts how much of an answer is held by now, for as long as it is, and says why that is too much: then
+        it is to be let go, and its room is the others' at once."""
         held = 0
 
         def counted(cost: int) -> str:
             nonlocal held
             before, held = held, cost
-            return self._collects(cost - before)
+            why = self._collects(cost - before)
+            if why:
+                held = 0
+                self._collects(-cost)
+            return why
 
         try:
             yield counted
@@ -271,10 +276,7 @@ class Keeping:
                     found.take(entry)
                     if why := counted(found.cost):
                         found = Whole(0)
-                        counted(0)  # for the others, at once
-                        raise OutputTooLarge(
-                            f"the answer of {order.call} {why}; read it by GET /v1/calls/{order.call}/events"
-                        )
+                        raise _without_room(order, why)
                 if past and found.journaled.ended is not None:
                     break
                 if past:
@@ -294,7 +296,6 @@ class Keeping:
                     found.take(entry)
                     if why := counted(found.cost):
                         found = Whole(0)
-                        counted(0)  # for the others, at once
                 if entry is None or found.too_large or why:  # nothing of that is shown
                     break
         journaled = await self._journal.outline(order.call) if found.too_large or why else found.journaled
@@ -305,9 +306,7 @@ class Keeping:
         if journaled.state is CallState.SUCCEEDED and journaled.kept and (found.too_large or why or journaled.whole):
             try:
                 if why:
-                    raise OutputTooLarge(
-                        f"the answer of {order.call} {why}; read it by GET /v1/calls/{order.call}/events"
-                    )
+                    raise _without_room(order, why)
                 found.require_small(order.call)
                 result = found.body(order, streams=self._streams(order))
             except OutputTooLarge as error:
@@ -375,3 +374,7 @@ def require_kept(journaled: Journaled) -> None:
         raise JournalExpired(
             f"{name_of(journaled)} ended {journaled.ended.state} and its answer is no longer kept; call again"
         )
+
+
+def _without_room(order: CallOrder, why: str) -> OutputTooLarge:
+    return OutputTooLarge(f"the answer of {order.call} {why}; read it by GET /v1/calls/{order.call}/events")

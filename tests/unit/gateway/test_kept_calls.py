@@ -826,7 +826,7 @@ async def test_a_reader_goes_on_to_say_that_it_reads(monkeypatch: pytest.MonkeyP
 
     bus, none = cast(Any, SimpleNamespace(publish_now=publish)), cast(Any, None)
     detached = cast(Any, SimpleNamespace(read=lambda _: None, window=60.0))
-    reader = keeping.Keeping(bus, detached, none, none, none, none, 0, lambda: 0.0)
+    reader = keeping.Keeping(bus, detached, none, none, none, none, 0, lambda: 0.0, lambda _: "")
     async with reader._told(cast(Any, SimpleNamespace(call="call-1"))):
         await until(lambda: len(told) > 1, within_s=5.0, what="it is told again")
 
