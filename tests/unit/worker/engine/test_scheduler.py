@@ -315,18 +315,21 @@ def test_least_recently_used_pages_go_first() -> None:
     pages = Pages(3)
     tokens = list(range(2 * PAGE + 1))
     first = page_hash(ROOT, tokens[:PAGE])
+    keys = [first, page_hash(first, tokens[PAGE : 2 * PAGE])]
     held = [pages.take(), pages.take()]
     assert held == [0, 1]
     pages.keep(0, first)
-    pages.keep(1, page_hash(first, tokens[PAGE : 2 * PAGE]))
+    pages.keep(1, keys[1])
     pages.release([0, 1])
     assert (pages.cached, pages.held) == (2, 0)
-    assert pages.find(tokens) == [0, 1]
-    assert pages.find(tokens[: 2 * PAGE]) == [0], "one token at least is computed"
+    assert list(Sequence(request(1, tokens), tokens).lacking()) == keys
+    assert pages.find(keys) == [0, 1]
+    whole = Sequence(request(2, tokens[: 2 * PAGE]), tokens[: 2 * PAGE])
+    assert pages.find(whole.lacking()) == [0], "one token at least is computed"
     pages.release([0, 1])
     pages.release([0])
     assert [pages.take(), pages.take()] == [2, 1], "free ones first, then a sequence's end before its beginning"
-    assert pages.find(tokens) == [0]
+    assert pages.find(keys) == [0]
     assert pages.take() is None
 
 

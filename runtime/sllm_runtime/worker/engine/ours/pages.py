@@ -75,26 +75,16 @@ class Pages:
         found, self._fresh = self._fresh, []
         return found
 
-    def find(self, tokens: Sequence[int], root: bytes = ROOT) -> list[int]:
-        """Hold and return the longest run of kept pages that ``tokens`` begins with, behind ``root``. At least one
-        token is left over: something must be computed to get logits from."""
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Hold and return the pages that are kept under ``keys``, up to the first that is not."""
         found: list[int] = []
-        key = root
-        for start in range(0, len(tokens) - PAGE, PAGE):
-            key = page_hash(key, tokens[start : start + PAGE])
+        for key in keys:
             page = self._by_hash.get(key)
             if page is None:
                 break
             self._hold(page)
             found.append(page)
         return found
-
-    def again(self, key: bytes) -> int | None:
-        """Hold and return the page that is kept under ``key``, if there is one."""
-        page = self._by_hash.get(key)
-        if page is not None:
-            self._hold(page)
-        return page
 
     def keep(self, page: int, key: bytes) -> None:
         """``page`` is full and has the content ``key``; it may be found by it. The first such page wins."""

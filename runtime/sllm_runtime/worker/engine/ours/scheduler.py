@@ -11,6 +11,7 @@ again later.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -115,10 +116,11 @@ class Sequence:
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and len(self.scores) < len(self.request.prompt) - 1
 
-    @property
-    def findable(self) -> list[int]:
-        """Its tokens as far as their pages may be found: rows that tell something are computed."""
-        return [] if self.scoring else self.tokens[: len(self.request.prompt) + self.told]
+    def lacking(self) -> Iterator[bytes]:
+        """Keys of the pages behind those that it has, as far as they may be found: rows that tell something are
+        computed, and one at least, to get logits from."""
+        told = 0 if self.scoring else min(len(self.request.prompt) + self.told, len(self.tokens)) - 1
+        return (self.key(page) for page in range(len(self.pages), told // PAGE))
 
     @property
     def root(self) -> bytes:
@@ -322,7 +324,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Begin it with what the prefix cache has, if the rest of its tokens will find room without preempting."""
-        found = self.pages.find(sequence.findable, sequence.root)
+        found = self.pages.find(sequence.lacking())
         owed = sum(max(0, pages_for(len(each.tokens)) - len(each.pages)) for each in self.running)
         if pages_for(len(sequence.tokens)) - len(found) + owed > self.pages.available:
             self.pages.release(found)
@@ -339,14 +341,9 @@ class Scheduler:
 
     def _find_more(self, sequence: Sequence) -> None:
         """What others have computed since it began, it need not."""
-        # As ``findable`` and ``Pages.find``: the row before what is not told yet is computed.
-        most = 0 if sequence.scoring else min(len(sequence.request.prompt) + sequence.told, len(sequence.tokens)) - 1
-        while (end := (len(sequence.pages) + 1) * PAGE) <= most and sequence.computed == end - PAGE:
-            page = self.pages.again(sequence.key(len(sequence.pages)))
-            if page is None:
-                break
-            sequence.pages.append(page)
-            sequence.computed = end
+        if sequence.computed == len(sequence.pages) * PAGE and (more := self.pages.find(sequence.lacking())):
+            sequence.pages += more
+            sequence.computed = len(sequence.pages) * PAGE
             self._found(sequence)
         self._settle(sequence)
 
