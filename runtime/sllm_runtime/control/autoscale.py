@@ -24,8 +24,9 @@ def lent_s(instance: Instance) -> float:
 def floor(view: View, key: Key, manifest: Manifest) -> int:
     """Instances that run without a caller: ``min_instances`` of the active version, one for a deployment's trial, what
     somebody wants warm."""
-    warm = max(view.warm.get(key, ()), default=0)
-    return max(manifest.min_instances if view.active(key) else 0, int(key in view.trials), warm)
+    warm = max(view.warm.get(key, ()), default=0) if view.warm else 0
+    least = manifest.min_instances
+    return max(least if least and view.active(key) else 0, int(key in view.trials), warm)
 
 
 def wanted(manifest: Manifest, *, least: int, running: int, waiting: int) -> int:

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from sllm_runtime.control.routes import route
-from sllm_runtime.control.table import changed
+from sllm_runtime.control.traced import changed
 from sllm_runtime.control.view import Instance, Key, View
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.records import InstanceRecord, ProofsRecord, Record, Route

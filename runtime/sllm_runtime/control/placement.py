@@ -159,16 +159,21 @@ def may_start(view: View, key: Key, now: float, *, failed: bool = False) -> May:
     start of it has failed."""
     since = now - LOST_AFTER_S
     heard = view.listening_since > since  # else silence counts
-    refused = ((node, said) for (which, node), said in view.refused.items() if which == key)
-    barred = {node for node, said in refused if (min(said.until, said.yields) if failed else said.until) > now}
-    barred.update(node for node, whose in view.kept.items() if whose != key)
-    barred.update(view.in_doubt(now))
+    barred = _barred(view, key, now, failed) if view.refused or view.kept or view.suspects else None
 
     def may(node: Node) -> bool:
         living = node.heard is not None and (heard or node.heard > since) and not node.gone
         return living and node.open and not (barred and node.record.node in barred)
 
     return may
+
+
+def _barred(view: View, key: Key, now: float, failed: bool) -> set[str]:
+    """Nodes that are not asked to start version ``key``, whatever they say of themselves."""
+    refused = ((node, said) for (which, node), said in view.refused.items() if which == key)
+    barred = {node for node, said in refused if (min(said.until, said.yields) if failed else said.until) > now}
+    barred.update(node for node, whose in view.kept.items() if whose != key)
+    return barred | view.in_doubt(now)
 
 
 def unsatisfiable(need: Need, view: View) -> str:

@@ -173,8 +173,7 @@ def _bury(view: View, now: float) -> View:
     silent = {node for node in view.nodes if view.silent(node, now)}
     unmarked = [view.nodes[name] for name in silent if not view.nodes[name].gone]
     if unmarked:  # that they were silent is remembered: what was missed since does not make them live
-        marked = {node.record.node: replace(node, lost=True) for node in unmarked}
-        view = replace(view, nodes={**view.nodes, **marked})
+        view = view.put_node(*(replace(node, lost=True) for node in unmarked))
     silent |= view.instances.nodes.keys() - view.nodes.keys()
     for name, instance in tuple(view.instances.items()):
         node, state = instance.record.node, instance.record.state

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from itertools import compress
-from operator import is_, is_not
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from types import MappingProxyType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from sllm_runtime.control.traced import Traced
 from sllm_runtime.protocol.records import InstanceRecord
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -22,7 +21,6 @@ class Recorded(Protocol):
 
 I = TypeVar("I", bound=Recorded)  # noqa: E741 - an instance
 K = TypeVar("K")
-V = TypeVar("V")
 
 
 class Table(Mapping[str, I], Generic[I]):
@@ -32,8 +30,8 @@ class Table(Mapping[str, I], Generic[I]):
 
     def __init__(self, instances: Iterable[I] = ()) -> None:
         self._all: dict[str, I] = {}
-        self._nodes: dict[str, dict[str, I]] = {}
-        self._versions: dict[tuple[str, int], dict[str, I]] = {}
+        self._nodes: Traced[str, dict[str, I]] = Traced()
+        self._versions: Traced[tuple[str, int], dict[str, I]] = Traced()
         for instance in instances:
             self._all[instance.record.instance] = instance
             self._nodes.setdefault(instance.record.node, {})[instance.record.instance] = instance
@@ -54,30 +52,19 @@ class Table(Mapping[str, I], Generic[I]):
 
     def put(self, *instances: I) -> Table[I]:
         """With ``instances`` in place of those of their ids. An instance never changes its node or its version."""
-        made = self._copy()
-        touched: set[object] = set()
-        for instance in instances:
-            name, node, key = instance.record.instance, instance.record.node, _key(instance)
-            if node not in touched:
-                made._nodes[node] = dict(made._nodes.get(node, _NONE))
-            if key not in touched:
-                made._versions[key] = dict(made._versions.get(key, _NONE))
-            touched |= {node, key}
-            made._all[name] = made._nodes[node][name] = made._versions[key][name] = instance
-        return made
+        return self._with({instance.record.instance: instance for instance in instances}, ())
 
     def without(self, names: Iterable[str]) -> Table[I]:
         """Less these."""
-        made = self._copy()
-        for name in names:
-            gone = made._all.pop(name)
-            _remove(made._nodes, gone.record.node, name)
-            _remove(made._versions, _key(gone), name)
-        return made
+        return self._with({}, [self._all[name] for name in names])
 
-    def _copy(self) -> Table[I]:
+    def _with(self, come: Mapping[str, I], gone: Iterable[I]) -> Table[I]:
         made: Table[I] = Table()
-        made._all, made._nodes, made._versions = dict(self._all), dict(self._nodes), dict(self._versions)
+        made._all = {**self._all, **come}
+        for instance in gone:
+            del made._all[instance.record.instance]
+        made._nodes = _regrouped(self._nodes, come.values(), gone, _node)
+        made._versions = _regrouped(self._versions, come.values(), gone, _key)
         return made
 
     # What Mapping would do through __getitem__, one by one.
@@ -103,23 +90,25 @@ class Table(Mapping[str, I], Generic[I]):
         return self._all.items()
 
 
-def changed(old: Mapping[K, V], new: Mapping[K, V]) -> Iterable[K]:
-    """The keys whose value is not the object that it was: those of ``new`` in its order, then those that are gone. A
-    view is copied at each change, so most have the same keys in the same order, which is told without a step of Python
-    for each."""
-    if len(old) == len(new) and all(map(is_, old, new)):
-        return compress(new, map(is_not, old.values(), new.values()))
-    return [key for key, value in new.items() if old.get(key) is not value] + [key for key in old if key not in new]
+def _node(instance: Recorded) -> str:
+    return instance.record.node
 
 
 def _key(instance: Recorded) -> tuple[str, int]:
     return (instance.record.function, instance.record.version)
 
 
-def _remove(groups: dict[K, dict[str, I]], group: K, name: str) -> None:
-    """From a copy of its group; an empty one goes."""
-    left = {key: instance for key, instance in groups[group].items() if key != name}
-    if left:
-        groups[group] = left
-    else:
-        del groups[group]
+def _regrouped(
+    groups: Traced[K, dict[str, I]], come: Iterable[I], gone: Iterable[I], group_of: Callable[[I], K]
+) -> Traced[K, dict[str, I]]:
+    """``groups`` of instances with those that have come, less those that have gone; none is empty."""
+    made: dict[K, dict[str, I]] = {}
+    for instance in (*come, *gone):
+        group = group_of(instance)
+        if group not in made:
+            made[group] = dict(groups.get(group, _NONE))
+    for instance in come:
+        made[group_of(instance)][instance.record.instance] = instance
+    for instance in gone:
+        del made[group_of(instance)][instance.record.instance]
+    return groups.after({group: there for group, there in made.items() if there}, (k for k, v in made.items() if not v))

@@ -16,6 +16,7 @@ from sllm_runtime.control.reason import Words
 from sllm_runtime.control.scheduling.learned import Learned
 from sllm_runtime.control.scheduling.prediction import Estimate, Outlook
 from sllm_runtime.control.table import Table
+from sllm_runtime.control.traced import Traced
 from sllm_runtime.protocol.errors import ErrorBody
 from sllm_runtime.protocol.limits import LOST_AFTER_S, OVERDUE_S
 from sllm_runtime.protocol.manifest import Manifest
@@ -383,7 +384,8 @@ class View:
 
     def demand(self, key: Key) -> int:
         """Calls of a version that wait for a slot, over all gateways."""
-        return sum(self.waiting.get(key, EMPTY).values())
+        waiting = self.waiting.get(key)
+        return sum(waiting.values()) if waiting else 0
 
     def put_off_s(self, key: Key, now: float) -> float:
         """For how long a version has lacked a wanted instance, whichever it is; 0: none is put off."""
@@ -433,11 +435,11 @@ class View:
     def put_instance(self, instance: Instance) -> View:
         return replace(self, instances=self.instances.put(instance))
 
-    def put_node(self, node: Node) -> View:
-        return replace(self, nodes=with_item(self.nodes, node.record.node, node))
+    def put_node(self, *nodes: Node) -> View:
+        return replace(self, nodes=Traced.of(self.nodes).after({node.record.node: node for node in nodes}))
 
     def drop_nodes(self, names: Iterable[str]) -> View:
-        return replace(self, nodes=without(self.nodes, names))
+        return replace(self, nodes=Traced.of(self.nodes).after({}, names))
 
     def put_function(self, record: FunctionRecord) -> View:
         return replace(self, functions=with_item(self.functions, record.function, record))

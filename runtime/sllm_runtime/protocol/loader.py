@@ -8,6 +8,7 @@ Descriptors travel by SCM_RIGHTS with the bytes of the message that announces th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import msgspec
@@ -55,6 +56,7 @@ def unused_bandwidth(path: str) -> float:
     return 1e9 if path == DISK else 1e8
 
 
+@lru_cache(maxsize=4096)
 def path_of(uri: str) -> str:
     """The path that the bytes of a model at ``uri`` come by: whatever shares a path shares its bandwidth."""
     scheme, found, rest = uri.partition("://")

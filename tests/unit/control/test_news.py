@@ -14,7 +14,7 @@ from sllm_runtime.control.changes import touched, writes
 from sllm_runtime.control.events import events
 from sllm_runtime.control.loop import refused
 from sllm_runtime.control.reports import news, observe, pressing, still
-from sllm_runtime.control.table import changed
+from sllm_runtime.control.traced import changed
 from sllm_runtime.control.view import Refusal, View
 from sllm_runtime.protocol.errors import NoCapacity
 from sllm_runtime.protocol.node import InstanceStatus

@@ -15,7 +15,7 @@ from sllm_runtime.control.fits import Need, short, total
 from sllm_runtime.control.placement import may_start
 from sllm_runtime.control.scheduling.index import Servers
 from sllm_runtime.control.scheduling.servers import Server
-from sllm_runtime.control.table import changed
+from sllm_runtime.control.traced import changed
 from sllm_runtime.control.view import EMPTY, Key, View
 
 MOST: Final = 256

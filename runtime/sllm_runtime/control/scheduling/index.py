@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from sllm_runtime.control.fits import Need, need_in
 from sllm_runtime.control.scheduling.servers import Server, server
-from sllm_runtime.control.table import changed
+from sllm_runtime.control.traced import changed
 from sllm_runtime.control.view import EMPTY, Instance, Key, Move, Node, View
 from sllm_runtime.protocol.manifest import Manifest
 from sllm_runtime.protocol.records import ModelRecord

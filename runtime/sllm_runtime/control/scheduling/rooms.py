@@ -119,7 +119,7 @@ def _look(start: Start, rank: int, tier: _Tier, found: _Found, count: int, withi
     where, ordered = tier
     for weights, server in ordered:
         enough = found[-1][0][0] - CLOSE_S if len(found) >= count else within
-        if start.least(where, weights) >= enough:
+        if enough < inf and start.least(where, weights) >= enough:
             return
         gpus = server.devices(start.need, rank)
         if gpus is None or not start.may(server.node):

@@ -172,6 +172,10 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
     capacity = free(view, node)
     assert capacity is not None
     stored = Stored.of(status, before.stored if before is not None else None)
+    if before is not None and before.status is status:
+        paths = before.paths
+    else:
+        paths = {path.path: _known(view, name, path) for path in status.paths} or EMPTY
     yielding, working, starting = _sorted_out(there)
     unseen = _unseen(starting, status) if starting else []
     return Server(
@@ -181,7 +185,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         free=capacity,
         instances=there,
         stored=stored,
-        paths={path.path: _known(view, name, path) for path in status.paths} or EMPTY,
+        paths=paths,
         spare=_by_kind(capacity.gpus),
         yielding=tuple(yielding),
         working=tuple(working),
@@ -202,15 +206,13 @@ def _sorted_out(there: Mapping[str, Instance]) -> tuple[list[Instance], list[Ins
     yielding, working, starting = [], [], []
     for instance in there.values():
         state = instance.record.state
-        if instance.stop is not None:
-            yielding.append(instance)
-        elif state is InstanceState.READY:
-            if not instance.running:
-                yielding.append(instance)
-            elif instance.carries:
-                working.append(instance)
         if state in STARTING:
             starting.append(instance)
+        ready = state is InstanceState.READY
+        if instance.stop is not None or (ready and not instance.running):
+            yielding.append(instance)
+        elif ready and instance.carries:
+            working.append(instance)
     return yielding, working, starting
 
 
@@ -228,8 +230,11 @@ def _coming(view: View, unseen: Sequence[Instance], stored: Stored) -> int:
 def _by_kind(gpus: Sequence[Gpu]) -> Mapping[str, tuple[Gpu, ...]]:
     if not gpus:
         return EMPTY
-    found: dict[str, tuple[Gpu, ...]] = {ANY_GPU: tuple(gpus)}
-    for kind in {gpu.kind for gpu in gpus}:
+    every, kinds = tuple(gpus), {gpu.kind for gpu in gpus}
+    if len(kinds) == 1:
+        return {ANY_GPU: every, kinds.pop().lower(): every}
+    found = {ANY_GPU: every}
+    for kind in kinds:
         lower = kind.lower()
         found[lower] = (*found.get(lower, ()), *(gpu for gpu in gpus if gpu.kind == kind))
     return found

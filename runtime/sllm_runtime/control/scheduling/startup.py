@@ -69,7 +69,7 @@ class StartupTime:
         if request.patient and not kept and view.put_off_s(request.key, now) < _ready_s(otherwise):
             ends = quickest_wait(request, start, view, self._servers, now, made[0] if made is not None else best)
             if ends is not None:
-                return replace(ends[1], room=best != inf)
+                return replace(ends[1], room=True) if best != inf else ends[1]
         return otherwise or why_not(request, start.need, view, _asked(start, self._servers))
 
     def _idle(self, request: Request, start: Start, view: View, now: float) -> Decision | None:

@@ -34,25 +34,26 @@ def quickest_wait(
 ) -> tuple[float, Wait] | None:
     """The server with the weights where it starts soonest once calls have ended there, if that is before ``best``; the
     next starts of those that end for it are counted against it."""
-    limit, soonest = best, view.learned.least_release
-    if start.model is None or start.least("dram", 0.0, soonest) >= limit:
+    limit, release = best, view.learned.least_release
+    if start.model is None or (soonest := start.least("dram", 0.0, release)) >= limit:
         return None
     found: tuple[float, Wait] | None = None
-    for least, _, server in _near(start, start.model, servers, soonest):
+    for least, _, server in _near(start, start.model, servers, release, soonest):
         if least >= limit:
             break
-        if server.room(start.need) is not None:  # nobody waits for that
-            continue
-        made = _quickest(request, start, view, server, now, limit, limit - least + soonest)
+        made = _quickest(request, start, view, server, now, limit, limit - least + release)
         if made is not None:
             limit, found = made[0], made
     return found
 
 
-def _near(start: Start, model: ModelRecord, servers: Servers, release: float) -> Iterator[tuple[float, str, Server]]:
-    """Servers with the weights that may be asked, with the least seconds that it takes there, in rising order."""
+def _near(
+    start: Start, model: ModelRecord, servers: Servers, release: float, soonest: float
+) -> Iterator[tuple[float, str, Server]]:
+    """Servers with the weights that may be asked, with the least seconds that it takes there, in rising order;
+    ``soonest``: where they are in memory."""
     digest, lead = model.digest, start.learned.lead_s(start.key, "ssd")
-    found = [(start.least("dram", 0.0, release), each.name, each) for each in servers.in_dram(digest)]
+    found = [(soonest, each.name, each) for each in servers.in_dram(digest)]
     for each in servers.on_ssd(digest):
         if digest not in each.stored.dram:
             wait, bandwidth = each.wait(DISK)
@@ -68,7 +69,7 @@ def _quickest(
     """Waiting for the fewest of those that end ``within`` so many seconds on ``server``, the soonest first, if it is
     quicker than ``limit``."""
     coming = sorted(_endings(request, view, server, now, within), key=_BY_TIME)
-    if not coming:
+    if not coming or server.room(start.need) is not None:  # where there is room nobody waits
         return None
     begins = start.on(server).seconds
     chosen, lack = list[_Ending](), _lack(start, server)
@@ -110,14 +111,13 @@ _BY_TIME: Final = itemgetter(0, 1)
 def _endings(request: Request, view: View, server: Server, now: float, within: float) -> Iterator[_Ending]:
     """Those of ``server`` that are over ``within`` so many seconds, with who waits for their places before; not those
     of which nobody knows when their calls end, nor those of the version itself."""
-    learned, claims = view.learned, view.claims
+    learned, claims, own = view.learned, view.claims, request.key
+    known, soon = learned.calls.get, within - BETWEEN_S
     for key, since, instance in server.turns:  # most of a busy cluster: the most that a decision looks at
-        usual = learned.calls.get(key)
-        if usual is None or key == request.key:
+        usual = known(key)
+        if usual is None or (left := left_s(usual.middle, now - since)) >= soon or key == own:
             continue
-        seconds = left_s(usual.middle, now - since) + BETWEEN_S
-        if seconds < within and (seconds := seconds + learned.release_s(key)) < within:
-            yield from _after(claims, seconds, within, instance, now)
+        yield from _after(claims, left + BETWEEN_S + learned.release_s(key), within, instance, now)
     for guess, instance in server.starting:
         if instance.key != request.key:
             seconds = over_s(view, instance.key, left_s(guess.seconds, now - instance.placed))
