@@ -254,6 +254,14 @@ class Call:
         self.held, self.frames, self.gathered = [], waiting, Gathered()
         return True
 
+    def drop_gathered(self) -> None:
+        """Without the value that comes in parts, of which the last frames are, also those that the reader has taken."""
+        left, self.gathered = self.gathered.frames, Gathered()
+        for waiting in (self.frames, self.held):
+            gone = min(left, len(waiting))
+            del waiting[len(waiting) - gone :]
+            left -= gone
+
     def bound(self, epoch: int, node: str) -> Binding | None:
         """Where it runs, or is on its way to, under this epoch at this node."""
         binding = self.binding

@@ -227,6 +227,11 @@ class Calls:
             if acknowledgement := binding.consumed(cost, now):
                 self._link.send_all_later(binding.node, acknowledgement)
 
+    def stored(self, call: Call) -> None:
+        """Its journal has what there was, but for what is here still."""
+        if call.collected:
+            self._open.collects(call, sum(frame.cost for frame in (*call.held, *call.frames)))
+
     def written(self, call: Call) -> None:
         """Its reader waits, and has written what was due."""
         self._delivery.written(call)

@@ -137,6 +137,11 @@ class Delivery:
         fits, why = _gather(call, ready, self._max_output) if call.journaled else (len(ready), "")
         call.frames += ready[:fits]
         call.buffered += cost
+        if not why and call.journaled and call.gathered.nbytes:  # such a value is here until it is whole, and written
+            why = self._no_room(call, call.collected + cost)
+            if why:
+                call.drop_gathered()
+                self._calls.collects(call, 0)  # for the others, at once
         if why:
             self._ending.fail(call, OutputTooLarge(f"a value of the answer {why}; yield it in several, or answer less"))
         elif call.order.stream:
@@ -148,14 +153,17 @@ class Delivery:
         """It is to be whole: collected here, and bounded."""
         binding.inbox.consume(cost)
         nbytes = call.buffered - len(call.frames) * limits.FRAME_COST
-        self._calls.collects(call, call.buffered)  # frames too: each takes more memory than a token in it
-        why = too_large(nbytes, len(call.frames), self._max_output)
-        if not why and self._calls.collected > self._all_outputs:
-            why = no_room(self._all_outputs)
+        full = self._no_room(call, call.buffered)  # frames too: each takes more memory than a token in it
+        why = too_large(nbytes, len(call.frames), self._max_output) or full
         if why:
             self._ending.fail(call, OutputTooLarge(f"the answer {why}; stream it, or answer less"))
             call.frames.clear()
             self._calls.collects(call, 0)  # for the others, at once
+
+    def _no_room(self, call: Call, cost: int) -> str:
+        """So much of its answer is here: why that is too much, with all others'."""
+        self._calls.collects(call, cost)
+        return no_room(self._all_outputs) if self._calls.collected > self._all_outputs else ""
 
     def on_restart(self, node: str) -> None:
         """A node was started anew. It answers ``Unknown`` for the calls it has lost."""

@@ -359,6 +359,7 @@ class Detached:
         ready, call.held = call.held[:end], call.held[end:]
         if not await self._write_batches(run, ready):
             call.frames.clear()
+        self._calls.stored(call)
         if cost:
             self._calls.consumed(call, cost, self._clock())
 

@@ -93,6 +93,8 @@ class Ending:
         call.reading = False
         call.unblock = None
         self.fail(call, Cancelled("the caller went away"))
+        call.frames.clear()  # of one that has failed too: its node may be slow to confirm that
+        self._calls.collects(call, 0)
         self.forget_if_over(call)
 
     def cut(self, call: Call, error: SllmError) -> None:

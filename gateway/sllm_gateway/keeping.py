@@ -290,15 +290,17 @@ class Keeping:
 
     async def _status(self, order: CallOrder, scope: Scope, send: Send, counted: Callable[[int], str]) -> None:
         found, why = Whole(self._max_output), ""
-        async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
-            async for entry in entries:
-                if entry is not None:
-                    found.take(entry)
-                    if why := counted(found.cost):
-                        found = Whole(0)
-                if entry is None or found.too_large or why:  # nothing of that is shown
-                    break
-        journaled = await self._journal.outline(order.call) if found.too_large or why else found.journaled
+        journaled = await self._journal.outline(order.call)
+        if journaled.state is CallState.SUCCEEDED and journaled.kept:  # of others nothing that came is shown
+            async with aclosing(self._journal.entries(stream_of(order), order.call)) as entries:
+                async for entry in entries:
+                    if entry is not None:
+                        found.take(entry)
+                        if why := counted(found.cost):
+                            found = Whole(0)
+                    if entry is None or found.too_large or why:
+                        break
+            journaled = journaled if found.too_large or why else found.journaled
         if journaled.order is None:
             raise expired(order.call)
         view = views.call(journaled, await self._recent.anywhere(order.call) if journaled.ended is None else None)

@@ -42,8 +42,11 @@ async def serve(settings: InvokerSettings, stop: asyncio.Event) -> None:
         images = choice.images(settings, engine, outer)
         driver = choice.driver(settings, engine, images)
     else:
-        driver = ProcessDriver(
-            environment, argv=settings.fork_server, isolate=settings.isolate, on_end=lambda: end_orphans(set())
+        driver = processes = ProcessDriver(
+            environment,
+            argv=settings.fork_server,
+            isolate=settings.isolate,
+            on_end=lambda: end_orphans({processes.fork_server_pid}),
         )
     try:
         await Node(settings, bus, driver, images).run(stop, lambda: ready(" ".join(notes)))

@@ -267,9 +267,11 @@ class Instance:
                     self._around.counted()
 
     def _fails(self, error: SllmError) -> None:
+        if self._state is not InstanceState.STARTING:  # it is in no stage of a start any more
+            self._conclude(verdicts.lost(error))
+            return
         verdict = verdicts.failed(error, self._account.stage)
-        starting, several = self._state is InstanceState.STARTING, len(self._sandboxes) > 1
-        if starting and several and isinstance(error, InstanceLost):
+        if len(self._sandboxes) > 1 and isinstance(error, InstanceLost):
             self._parted = True
             asyncio.get_running_loop().call_later(PARTED_S, self._conclude, verdict)
         else:

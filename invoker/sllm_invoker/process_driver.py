@@ -28,6 +28,7 @@ HELLO_S: Final = 30.0
 EXIT_REPORT_S: Final = 5.0
 """The fork server says how a worker ended; it is waited for this long after the worker is known to be dead, unless it
 has ended as well. On a loaded machine its turn may come late, and without it nobody can tell why the worker died."""
+_SWEEP_S: Final = 0.1
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 
 
@@ -186,8 +187,8 @@ class ProcessSandbox:
 class ProcessDriver:
     """Makes ``ProcessSandbox``es.
 
-    ``argv``: the fork server's command, without ``--fd N``. ``on_end`` is called when a fork server has ended: what
-    its workers had started may have become this process's children.
+    ``argv``: the fork server's command, without ``--fd N``. ``on_end`` is called when a fork server has ended, and
+    again and again for KILLED_S: what its workers had started becomes this process's children as each of them ends.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class ProcessDriver:
         self._tasks = Tasks("process driver")
         self._server: ForkServer | None = None
         self._living: dict[str, ProcessSandbox] = {}
+        self._ended = asyncio.Event()
 
     @property
     def python(self) -> str:
@@ -236,6 +238,7 @@ class ProcessDriver:
             on_end=self._server_ended,
         )
         self._tasks.start(self._server.run(), "fork server")
+        self._tasks.start(self._sweep(), "what fork servers left")
 
     def serves(self, wish: Wish) -> bool:
         """Workers leave the network by themselves, and see the machine's devices."""
@@ -303,6 +306,18 @@ class ProcessDriver:
         for sandbox in list(self._living.values()):
             sandbox.on_server_end()
         self._on_end()
+        self._ended.set()
+
+    async def _sweep(self) -> None:
+        """A worker ends after its fork server, and what it had detached comes to this process only then."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._ended.wait()
+            self._ended.clear()
+            until = loop.time() + KILLED_S
+            while loop.time() < until:
+                await asyncio.sleep(_SWEEP_S)
+                self._on_end()
 
     async def close(self) -> None:
         """Kill the fork server and with it every worker."""

@@ -1,13 +1,17 @@
 """Answers that are not streamed: each is bounded, and so is what all of them take together."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from sllm_gateway import settings as settings_module
 from sllm_gateway.events import EventWriter
+from sllm_gateway.journal import Journal
 from sllm_runtime.protocol import codec
+from sllm_runtime.protocol.calls import Entry
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.frames import FrameKind, Ids
 from tests.fixtures.nats import Nats
@@ -208,3 +212,107 @@ async def test_what_its_caller_left_takes_no_room(nats: Nats) -> None:
         collected, frames = w.gateway.calls._open.collected, [len(c.frames) for c in w.gateway.calls._open.values()]
         go_on.set()
         assert (collected, frames) == (0, [0])
+
+
+async def test_values_that_journals_gather_are_bounded_together_too(nats: Nats) -> None:
+    """A kept call's value that comes in parts waits here until it is whole: what a function answers that is no
+    generator comes as one."""
+    said, go_on = 0, asyncio.Event()
+
+    async def large(run: Run) -> None:
+        nonlocal said
+        for number in range(7):
+            run.outbox.push(FrameKind.OUTPUT, b"x" * (MIB // 8) if number else b'"', more=True)
+            run.node.flush(run)
+            await asyncio.sleep(0)
+        said += 1
+        await go_on.wait()
+        if not run.cancelled.is_set():
+            run.outbox.push(FrameKind.OUTPUT, b'"')
+            run.node.flush(run)
+            run.end()
+
+    async with world(nats, max_output=MIB, outputs=3 * MIB) as w:
+        await w.deploy(manifest("large", streams=False), entry(), script=large)
+        begun = [await w.http.post("/fn/large", json={}, headers=ASYNC) for _ in range(CALLS)]
+        await until(lambda: said == CALLS, what="all have said what they have")
+        await asyncio.sleep(0.5)
+        open_ = list(w.gateway.calls._open.values())
+        held = sum(len(frame.data) for call in open_ for frame in (*call.held, *call.frames))
+        go_on.set()
+        ends: list[dict[str, Any]] = []
+
+        async def ended() -> bool:
+            ends[:] = [(await w.http.get(each.headers["location"])).json() for each in begun]
+            return all(each["state"] in ("SUCCEEDED", "FAILED") for each in ends)
+
+        await until(ended, what="all have ended")
+        assert held <= 3 * MIB, f"{held / MIB:.1f} MiB are held"
+        assert sum(each["state"] == "SUCCEEDED" for each in ends) >= 3
+        assert {each["error"]["code"] for each in ends if each["error"]} == {"output_too_large"}
+        await until(lambda: not w.gateway.calls._open.collected, what="what is written is given back")
+
+
+async def test_what_came_of_a_call_that_has_failed_takes_no_room_once_its_caller_is_told(nats: Nats) -> None:
+    """Its function hangs: it hears of the end no sooner than it is killed."""
+    go_on = asyncio.Event()
+
+    async def hangs(run: Run) -> None:
+        for _ in range(7):
+            run.out("x" * (MIB // 8))
+        await go_on.wait()
+        run.end()
+
+    async with world(nats, max_output=MIB, outputs=3 * MIB) as w:
+        await w.deploy(manifest("hangs", idle_timeout=1.0), entry(), script=hangs)
+        answer = await w.http.post("/fn/hangs", json={})
+        collected, frames = w.gateway.calls._open.collected, [len(c.frames) for c in w.gateway.calls._open.values()]
+        go_on.set()
+        assert answer.status_code == 504, answer.text
+        assert (collected, frames) == (0, [0])
+
+
+async def test_to_ask_how_calls_stand_that_have_not_ended_takes_no_room(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what came so far is shown: who asks is not to be why another call has no room for its answer."""
+    read, asked_on, go_on = Journal.entries, asyncio.Event(), asyncio.Event()
+    said, known = 0, 0
+
+    async def runs(run: Run) -> None:
+        nonlocal said
+        for _ in range(7):
+            run.out("x" * (MIB // 8))
+        said += 1
+        await go_on.wait()
+        run.end()
+
+    async def large(run: Run) -> None:
+        for _ in range(7):
+            run.out("x" * (MIB // 8))
+        run.end()
+
+    async def slow(journal: Journal, stream: str, call: str) -> AsyncGenerator[Entry | None, None]:
+        """JetStream has not said yet that this is all."""
+        nonlocal known
+        async with aclosing(read(journal, stream, call)) as found:
+            async for each in found:
+                if each is None:
+                    known += 1
+                    await asked_on.wait()
+                yield each
+
+    async with world(nats, max_output=MIB, outputs=3 * MIB) as w:
+        await w.deploy(manifest("runs"), entry(), script=runs)
+        await w.deploy(manifest("large"), entry("i9"), script=large)
+        calls = [(await w.http.post("/fn/runs", json={}, headers=ASYNC)).json()["id"] for _ in range(4)]
+        await until(lambda: said == 4 and not any(c.frames for c in w.gateway.calls.open()), what="it is written")
+        monkeypatch.setattr(Journal, "entries", slow)
+        asked = [asyncio.create_task(w.http.get(f"/v1/calls/{call}")) for call in calls]
+        await until(lambda: known >= 3 or all(each.done() for each in asked), what="how they stand is asked")
+        other = await w.http.post("/fn/large", json={})
+        asked_on.set()
+        states = [(await each).json() for each in asked]
+        go_on.set()
+        assert other.status_code == 200, other.text
+        assert [(each["state"], each["result"]) for each in states] == [("RUNNING", None)] * 4

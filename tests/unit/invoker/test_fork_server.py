@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker import fork_server
-from sllm_invoker.fork_server import STILLBORN, ForkServer
+from sllm_invoker.fork_server import STILLBORN, Born, ForkServer
 from sllm_runtime.platform import wire
+from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol.errors import Unavailable
 from tests.fixtures.waiting import until
 
@@ -66,6 +67,46 @@ async def test_who_waits_for_one_that_does_not_start_is_told(tmp_path: Path, mon
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+async def test_one_that_hangs_before_it_is_ready_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "READY_S", 0.3)
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    server = ForkServer(env, argv=("sh", "-c", "exec sleep 1000"), on_exit=lambda _name, _exited: None)
+    running = asyncio.create_task(server.run())
+    try:
+        await until(lambda: server.pid)
+        first = server.pid
+        await until(lambda: server.pid not in (0, first), what="there is another one")
+        await until(lambda: server._why, what="who waits is told")
+        assert f"has ended {STILLBORN} times before it was ready: it was not ready within" in await spawn(server)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_a_worker_that_comes_when_nobody_waits_any_more_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor would stay for good: not even its end would free it."""
+    server = ForkServer({}, on_exit=lambda _name, _exited: None)
+    ours, theirs = socket.socketpair()
+    server._wire, invokers = AsyncWire(ours), AsyncWire(theirs)
+    server._settled.set()
+    pidfds = [os.pidfd_open(os.getpid()) for _ in range(2)]
+    invokers.fds.add(pidfds[:1])
+    server._born("nobody", invokers)
+    mine, workers = socket.socketpair()
+    with mine, workers:
+        spawning = asyncio.create_task(server.spawn("one", workers, 1, 2))
+        await until(lambda: server._births, what="it waits")
+        server._births["one"].set_result(Born(pidfds[1]))
+        spawning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spawning
+    for pidfd in pidfds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(pidfd)
+    server._wire.close()
+    invokers.close()
 
 
 async def test_one_that_nothing_can_be_sent_to_is_started_again(

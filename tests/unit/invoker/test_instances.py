@@ -10,11 +10,11 @@ import pytest
 
 from sllm_invoker import instances as invoker_instances
 from sllm_invoker.admission import Ledger
-from sllm_invoker.instance import Instance
+from sllm_invoker.instance import STOP_S, Instance
 from sllm_invoker.instances import KEEP_FINAL_S, Instances
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.states import InstanceState
-from sllm_runtime.protocol.worker import Ready
+from sllm_runtime.protocol.worker import Ready, Stop
 from tests.fixtures.invoker import order
 from tests.fixtures.nats import NODE
 from tests.fixtures.waiting import until
@@ -86,6 +86,48 @@ async def test_a_worker_is_not_judged_by_what_this_process_has_not_heard(monkeyp
         node.tick()
     assert clock.now > 11 * limits.LOST_AFTER_S
     assert instance._verdict.result().state is InstanceState.LOST
+    await node.close()
+
+
+async def at_work(node: Instances, monkeypatch: pytest.MonkeyPatch, **work: Any) -> Instance:
+    """A ready instance that does nothing by itself."""
+    monkeypatch.setattr(Instance, "run", lambda _: asyncio.Event().wait())
+    asked = order()
+    node.start(asked)
+    instance = node._instances[asked.instance]
+    nothing: Any = lambda *_: None  # noqa: E731
+    given = {"deaf": nothing, "forgive": nothing, "close": nothing, "tell": nothing, **work}
+    instance._state, instance.work = InstanceState.READY, cast(Any, SimpleNamespace(**given))
+    instance._sandboxes[0] = cast(Any, SimpleNamespace(short_of_memory=lambda: False))
+    instance._hear()
+    return instance
+
+
+async def test_one_that_drains_is_judged_as_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grace may be an hour."""
+    clock = Clock()
+    node = instances_at(clock)
+    instance = await at_work(node, monkeypatch)
+    node.stop(instance.order.instance, "a test", 3600.0)
+    assert instance.state is InstanceState.DRAINING
+    while clock.now < 2 * limits.LOST_AFTER_S:
+        clock.now += 0.5
+        node.tick()
+    assert instance._verdict.done()
+    assert instance._verdict.result().state is InstanceState.LOST
+    await node.close()
+
+
+@pytest.mark.parametrize(("resume", "told"), [(False, 5.0), (True, 5.0 + STOP_S)])
+async def test_a_worker_cancels_no_call_that_is_to_go_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, resume: bool, told: float
+) -> None:
+    """Its own grace would end as the instance's does, and who is first would be chance."""
+    said = list[Stop]()
+    node = instances_at(Clock())
+    instance = await at_work(node, monkeypatch, tell=said.append)
+    node.stop(instance.order.instance, "a test", 5.0, resume=resume)
+    assert said == [Stop(grace_s=told)]
     await node.close()
 
 

@@ -434,6 +434,17 @@ async def test_an_instance_that_is_stopped_lets_its_calls_end_first(node: NodeUn
     await node.reaches(instance, InstanceState.STOPPED)
 
 
+async def test_one_that_is_to_end_sooner_after_all_does(node: NodeUnderTest) -> None:
+    instance = await node.start("wait deafstop")
+    _, call = await node.gateway.open(instance)
+    await node.stop(instance, grace_s=20 * GIVE_UP_S)
+    await node.stop(instance)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "cancelled"
+    await node.reaches(instance, InstanceState.STOPPED)
+
+
 @pytest.mark.parametrize("script", ["echo", "wait deafstop"], ids=["idle", "at work"])
 async def test_an_instance_has_ended_when_what_it_held_is_free(node: NodeUnderTest, script: str) -> None:
     """Else who waits for that would find a node that is full, and look elsewhere. The report says how long it took."""
@@ -502,6 +513,17 @@ async def test_calls_of_an_instance_that_makes_way_may_go_on_elsewhere(node: Nod
     assert "makes room for chat" in end.error.message
     assert end.stopped, "it is no death that the call may have caused"
     await node.reaches(instance, InstanceState.STOPPED)
+
+
+async def test_who_loses_a_worker_at_work_is_not_told_of_a_stage_of_its_start(node: NodeUnderTest) -> None:
+    """It says so itself: its engine computes no more, or its function has left no memory to hear of calls."""
+    instance = await node.start("lost")
+    _, call = await node.gateway.open(instance)
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert (end.error.code, end.error.message) == ("instance_lost", "it computes no more")
+    assert end.error.stage is None
+    await node.reaches(instance, InstanceState.LOST)
 
 
 async def test_a_worker_that_dies_as_it_drains_was_not_stopped_but_lost(node: NodeUnderTest) -> None:

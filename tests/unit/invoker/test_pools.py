@@ -99,6 +99,24 @@ async def test_what_nobody_asked_for_since_makes_room() -> None:
         await until(lambda: not driver.alive(TORCH), what="the other one has ended")
 
 
+async def test_a_kind_that_is_waited_for_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for it would be told that the node is shutting down."""
+    can, ready = asyncio.Event(), ProcessDriver.ready
+
+    async def waits(driver: ProcessDriver, wish: Wish = PLAIN) -> None:
+        await (can.wait() if wish == FLASK else ready(driver))
+
+    monkeypatch.setattr(ProcessDriver, "ready", waits)
+    async with pools_of(1, kinds=1) as (pools, _):
+        waiting = asyncio.create_task(pools.acquire(FLASK))
+        await until(lambda: FLASK in pools.others, what="it is being made")
+        await (await pools.acquire(TORCH)).close()
+        can.set()
+        await (await waiting).close()
+        await (await pools.acquire(GPU)).close()
+        assert set(pools.others) == {GPU}, "now nobody waits for it"
+
+
 async def test_who_wishes_the_network_gets_one_that_was_made_for_it() -> None:
     wish = Wish(network=True, image="flask")
     async with pools_of(1, kinds=2) as (pools, driver):
@@ -135,6 +153,7 @@ async def test_ranks_on_gpus_share_the_network_of_number_0(gpus: tuple[int, ...]
         assigns = [assignment(asked, prepared, seat, suppliers.proofs) for seat in prepared.seats]
         assert [each.cluster for each in assigns] == [shared] * 3
         assert {each.proofs for each in assigns} == {("found",)}, "all ranks begin with the same"
+        assert {each.threads for each in assigns} == {1}, "a tenth of a core is one"
 
 
 @pytest.mark.parametrize(("size", "kinds"), [(0, 2), (1, 0)])

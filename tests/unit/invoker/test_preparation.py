@@ -10,13 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.preparation import Suppliers, holder, prepare
 from sllm_invoker.wiring import members
 from sllm_invoker.workdir import Workdirs
+from sllm_runtime.protocol.errors import NotFound
 from sllm_runtime.protocol.records import ModelRecord
+from sllm_runtime.protocol.timeline import IMPORT
 from tests.fixtures.invoker import BUNDLE, order
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 
 MODEL = ModelRecord(digest="sha256:" + "0" * 64, uri="/m", nbytes=2, partitions=(1, 1))
 
@@ -68,3 +72,17 @@ async def test_a_holder_that_no_sandbox_came_for_is_gone_too(tmp_path: Path) -> 
     assert parts.happened[:2] == [f"granted {name}" for name in names]
     assert parts.happened[2] == "closed", "before its chunks may be used again"
     assert sorted(parts.happened[3:]) == sorted(f"gone {name}" for name in names)
+
+
+async def test_a_part_that_cannot_be_had_ends_the_wait_for_the_others(tmp_path: Path) -> None:
+    """No sandbox may come for as long as a start may take."""
+    parts: Any = Parts(sandboxes=0)
+
+    async def bundle(_digest: str, _nbytes: int) -> bytes:
+        raise NotFound("it is not there")
+
+    suppliers = Suppliers(parts, BundleCache(tmp_path / "bundles", bundle), parts, Workdirs(tmp_path))
+    async with AsyncExitStack() as stack, asyncio.timeout(GIVE_UP_S):
+        with pytest.raises(NotFound) as caught:
+            await prepare(order(model=MODEL), suppliers, stack, lambda _progress: None, time.monotonic)
+    assert caught.value.stage == IMPORT

@@ -4,16 +4,19 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from sllm_invoker import process_driver
 from sllm_invoker.process_driver import ProcessDriver
+from sllm_runtime.platform import process
+from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.limits import PROTOCOL_VERSION
-from sllm_runtime.protocol.worker import Exited
+from sllm_runtime.protocol.worker import Assign, Exited, FromWorker, Ready, ToWorker
+from tests.fixtures.invoker import manifest
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 ZYGOTE = (sys.executable, str(Path(__file__).parents[2] / "fixtures" / "scripted_zygote.py"))
@@ -77,6 +80,55 @@ async def test_the_fork_server_is_started_again_and_its_workers_died_with_it(dri
         second = await driver.create("b")
     assert driver.fork_server_pid not in (0, first)
     await second.close()
+
+
+@pytest.fixture
+def subreaper() -> Iterator[None]:
+    """This process adopts what others leave, as the invoker does."""
+    process.become_subreaper()
+    yield
+    assert process._libc is not None
+    process._libc.prctl(process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("subreaper")
+async def test_what_workers_detached_ends_with_their_fork_server(tmp_path: Path) -> None:
+    """Without a PID namespace. It becomes this process's child when its worker ends, which is after the fork server."""
+    others = process.children()
+    made = ProcessDriver(
+        dict(os.environ),
+        argv=ZYGOTE,
+        isolate=False,
+        on_end=lambda: process.end_orphans(others | {made.fork_server_pid}),
+    )
+    await made.start()
+    try:
+        sandbox = await made.create("a")
+        assign = Assign(
+            instance="i", function="fn", version=1, manifest=manifest("daemon"), bundle="", workdir=str(tmp_path),
+            threads=1, fds=1,
+        )  # fmt: skip
+        null = os.open("/dev/null", os.O_RDONLY)
+        sandbox.wire.send(codec.pack(ToWorker(assign)), [null])
+        os.close(null)
+        async with asyncio.timeout(GIVE_UP_S):
+            while (said := await sandbox.wire.receive()) is not None:
+                if isinstance(codec.unpack(FromWorker, said).body, Ready):
+                    break
+        (daemon,) = map(int, children_of(sandbox.pid))
+        await until(lambda: os.getsid(daemon) == daemon, what="it is detached")
+        os.kill(made.fork_server_pid, signal.SIGKILL)
+        await sandbox.exited
+        await sandbox.close()
+        await until(lambda: not Path(f"/proc/{daemon}").exists(), what="it has ended")
+        await until(lambda: process.children() <= others | {made.fork_server_pid}, what="nothing is left")
+    finally:
+        await made.close()
+
+
+def children_of(pid: int) -> list[str]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [child for thread in found for child in thread.read_text().split()]
 
 
 async def test_the_end_of_the_fork_server_is_the_end_of_all_waiting_for_its_word(

@@ -6,24 +6,27 @@ import errno
 import itertools
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 
 from sllm_runtime.platform.descriptors import HANDED_ON
+from sllm_runtime.platform.framing import frame
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.limits import MAX_FDS
-from sllm_runtime.protocol.worker import FromWorker, Heartbeat, Spawn, ToZygote
+from sllm_runtime.protocol.worker import FromWorker, Heartbeat, Spawn, Started, ToZygote
 from sllm_runtime.worker import isolation, rehearsal
 from sllm_runtime.worker.imports import SINGLE_THREADED, Later
 from sllm_runtime.worker.rehearsal import rehearse
@@ -49,7 +52,7 @@ def test_it_runs_one_thread_and_says_what_it_took(zygote: Zygote) -> None:
 
 
 LOOK = """
-import gc, os, resource, sys
+import gc, os, resource, signal, sys
 def fn():
     return {
         "limit": resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -63,6 +66,9 @@ def fn():
         "main": __name__,
         "preload": "SLLM_PRELOAD" in os.environ,
         "collector": [gc.isenabled(), gc.get_freeze_count() > 100_000],
+        "handlers": [signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGCHLD)],
+        "ignored": next(line.split()[1] for line in open("/proc/self/status") if line.startswith("SigIgn")),
+        "handed on": os.get_inheritable(3),
     }
 def later():
     from sllm_runtime.worker.imports import LATER
@@ -92,6 +98,9 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     assert not seen["preload"]  # that is between the invoker and its fork server
     assert seen["collector"] == [True, True]  # it runs, and leaves alone what all workers share
     assert seen["cwd"] == str(tmp_path / "code")
+    assert seen["handlers"] == [True, True]
+    assert not int(seen["ignored"], 16) & 1 << signal.SIGINT - 1, "what it starts can be interrupted"
+    assert not seen["handed on"], "the socket to the invoker is for nothing that it starts"
 
 
 def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) -> None:
@@ -192,6 +201,32 @@ def test_everything_dies_with_it(own: Zygote, tmp_path: Path, end: str) -> None:
         worker.close()
 
 
+def test_what_a_worker_detached_lives_as_long_as_it(own: Zygote, tmp_path: Path) -> None:
+    """And no longer, though the fork server goes on; the end of another worker is not its own."""
+    own.wait_ready()
+    before = descriptors(own)
+    workers, detached = [own.spawn(), own.spawn()], list[int]()
+    try:
+        for number, worker in enumerate(workers):
+            worker.start(manifest("d:fn"), bundle_of({"d.py": DAEMON}), workdir=tmp_path / str(number))
+            detached += worker.run().outputs
+        workers[0].kill()
+        own.exited(1)
+        wait(lambda: dead(detached[0]), "what it detached is dead")
+        assert not dead(detached[1]), "that one's worker lives"
+        workers[1].kill()
+        own.exited(2)
+        wait(lambda: dead(detached[1]), "what it detached is dead")
+        assert descriptors(own) == before, "none of a worker's is the fork server's"
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def descriptors(zygote: Zygote) -> int:
+    return len(os.listdir(f"/proc/{zygote.process.pid}/fd"))
+
+
 def no_room() -> int:
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -226,6 +261,49 @@ def test_a_fork_that_fails_costs_no_other_worker(
     invoker.sock.settimeout(0)
     with pytest.raises(BlockingIOError):
         invoker.receive()
+
+
+def test_what_comes_together_is_heeded_together(serving: tuple[ForkServer, BlockingWire]) -> None:
+    """No other message may come after them for hours."""
+    server, invoker = serving
+    told = b"".join(frame(codec.pack(ToZygote(Started(sandbox=name)))) for name in "ab")
+    invoker.sock.sendall(told)
+    server._receive()
+    assert list(server._started) == ["a", "b"]
+
+
+def test_it_waits_until_it_is_quiet_for_what_it_does_meanwhile(
+    serving: tuple[ForkServer, BlockingWire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To import goes on at once while nobody asks for anything, and begins anew when somebody has; a worker that has
+    started is looked at before."""
+    server, invoker = serving
+    done = list[str]()
+    left = deque("ab")
+    server._later = cast(Later, SimpleNamespace(done=False, step=lambda: done.append(left.popleft())))
+    monkeypatch.setattr(server, "_look", lambda name: done.append(f"look at {name}"))
+    waited = list[float]()
+
+    def polled(wait_ms: float) -> list[tuple[int, int]]:
+        waited.append(wait_ms)
+        turn = len(waited)
+        if turn == 3:  # after two names
+            invoker.send(codec.pack(ToZygote(Started(sandbox="s"))))
+            return [(server._wire.sock.fileno(), select.POLLIN)]
+        server._stopping = turn == 6
+        return []
+
+    monkeypatch.setattr(select, "poll", lambda: SimpleNamespace(register=lambda *_: None, poll=polled))
+    left.extend("cd")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.serve()
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert waited == [1000.0, 0, 0, 50.0, 1000.0, 0]
+    assert done == ["a", "b", "look at s", "c", "d"]
 
 
 def test_a_start_that_cannot_be_rehearsed_is_done_without(
