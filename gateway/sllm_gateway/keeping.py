@@ -314,6 +314,7 @@ class Keeping:
             except OutputTooLarge as error:
                 view = view.model_copy(update={"error": views.error(error.body())})
         body = msgspec.json.encode(view.model_dump(mode="json") | {"result": msgspec.Raw(result)})
+        del result  # a reader may take its time
         await self._writer.whole(scope, send, [_JSON, *exactness(exact=journaled.exact)], body)
 
     def _streams(self, order: CallOrder) -> bool:

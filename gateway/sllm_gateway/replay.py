@@ -90,10 +90,12 @@ class Whole:
         return 0 if self.too_large else self._nbytes + self._count * limits.FRAME_COST
 
     def body(self, order: CallOrder, *, streams: bool) -> bytes:
-        """It, once the call has ended. Raises as ``success``, and ``OutputTooLarge``."""
+        """It, once the call has ended, in place of what makes it. Raises as ``success``, and ``OutputTooLarge``."""
         end = success(self.journaled)
         self.require_small(order.call)
-        return body_of(order, streams=streams, exact=self.journaled.exact).body(self._frames, end)
+        body = body_of(order, streams=streams, exact=self.journaled.exact).body(self._frames, end)
+        self._frames.clear()
+        return body
 
     def require_small(self, call: str) -> None:
         """Raises ``OutputTooLarge``."""

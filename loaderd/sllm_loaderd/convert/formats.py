@@ -12,7 +12,7 @@ from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 _STEMS = (("safetensors", ".safetensors", "model"), ("torch", ".bin", "pytorch_model"))
 _NO_WEIGHTS = ("optimizer", "training", "scheduler", "rng_state")
-_OTHER_WEIGHTS = (".safetensors", ".gguf", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_OTHER_WEIGHTS = (".safetensors", ".gguf", "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 
 
 def is_converted(names: Collection[str]) -> bool:

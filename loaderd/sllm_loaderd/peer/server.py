@@ -28,6 +28,7 @@ _MOST_STRANGERS: Final = 64
 """Connections that have not: whoever reaches the port can make them. A peer's is one for some milliseconds."""
 _STRANGE_S: Final = 10.0
 """After this a connection that has not shown the token ends, however much it says."""
+_AGAIN_S: Final = 0.1
 _SENT_AT_ONCE: Final = 2**30
 
 
@@ -95,6 +96,13 @@ class PeerServer(http.server.ThreadingHTTPServer):
                 del self._strangers[connection]
                 self._peers.add(connection)
             return connection in self._peers
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # short of descriptors: who waits is heard when there are some, and is there all the while
+            time.sleep(_AGAIN_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:

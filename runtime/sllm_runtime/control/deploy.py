@@ -233,7 +233,10 @@ class Deployments:
         return needed_of(found)
 
     async def _activate(self, deployment: Deployment, key: Key) -> None:
-        """Give it the route. From here on it is not called back any more. Raises ``Unavailable``: it has not got it."""
+        """Give it the route. From here on it is not called back any more. Raises ``Unavailable``: it has not got it;
+        ``Cancelled`` where it was called back before."""
+        if deployment.withdrawn.is_set():  # while its secrets were looked for: who did so was told that nothing is left
+            raise Cancelled(CALLED_BACK)
         deployment.active = key[1]
         by = deployment.request.request
 

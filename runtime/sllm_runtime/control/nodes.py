@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Final
 
@@ -11,7 +12,7 @@ from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Instance
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.state import StateStore
-from sllm_runtime.protocol.errors import SecretNotFound, StartFailed
+from sllm_runtime.protocol.errors import SecretNotFound, StartFailed, Unavailable
 from sllm_runtime.protocol.limits import LONG_POLL_S, MAX_MESSAGE, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import (
     KeepModels,
@@ -71,9 +72,13 @@ class Nodes:
 
     async def _secrets(self, version: VersionRecord) -> Secrets:
         try:
-            return await self._vault.read(version.manifest.secrets)
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                return await self._vault.read(version.manifest.secrets)
         except SecretNotFound as error:
             raise StartFailed(error.message, field=error.field, stage=SANDBOX) from error
+        except TimeoutError as error:  # its node is not to blame, which was asked for nothing
+            text = f"secrets cannot be read: no answer within {RPC_TIMEOUT_S:g} s"
+            raise Unavailable(text) from error
 
     async def stop(self, node: str, instance: str, reason: str, grace_s: float, *, resume: bool = False) -> None:
         """End an instance after its running calls, at most ``grace_s`` seconds from now. ``resume``: what still runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -36,7 +37,7 @@ class Chronicle:
         self._wall = wall
         self._again_s = again_s
         self._reasons: dict[str, str] = {}
-        self._waiting: deque[tuple[str, str]] = deque()
+        self._waiting: deque[tuple[str, str, float]] = deque()
         self._wake = asyncio.Event()
 
     def because(self, daemon: str, reason: str) -> None:
@@ -47,7 +48,7 @@ class Chronicle:
         """``daemon`` serves again, after a life that ended with ``end``."""
         reason = self._reasons.pop(daemon, f"it ended with {end}")
         if len(self._waiting) < BURST:
-            self._waiting.append((daemon, f"{daemon} was started again: {reason}"))
+            self._waiting.append((daemon, f"{daemon} was started again: {reason}", self._wall()))
             self._wake.set()
 
     async def run(self) -> None:
@@ -68,9 +69,10 @@ class Chronicle:
         """Everything that waits. Raises ``SllmError`` if it did not get there."""
         bus = await self._connect()
         try:
-            announcer = Announcer(bus, COMPONENT, time.monotonic, self._wall)
             told = len(self._waiting)
-            for daemon, message in list(self._waiting):
+            for daemon, message, at in list(self._waiting):
+                # When it was, which may be long ago: it is told when it can be. One each: there are BURST at most.
+                announcer = Announcer(bus, COMPONENT, time.monotonic, functools.partial(float, at))
                 announcer.tell(Kind.DAEMON_RESTARTED, message, {"daemon": daemon})
             await bus.flush()
         finally:

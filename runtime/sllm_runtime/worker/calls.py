@@ -36,7 +36,7 @@ from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
 from sllm_runtime.worker.own import is_own, own
 from sllm_runtime.worker.sender import Sender
-from sllm_runtime.worker.words import sendable, words_of
+from sllm_runtime.worker.words import lacks_memory, sendable, words_of
 
 log = logging.getLogger(__name__)
 _MESSAGE_CHARS = 2000
@@ -280,7 +280,10 @@ def described(raised: BaseException) -> ErrorBody:
     if isinstance(raised, FunctionError) and is_own(raised):
         raised.detail = raised.detail or trace[-_TRACE_CHARS:]
         return raised.body()
-    return FunctionError(words_of(raised)[:_MESSAGE_CHARS], detail=trace[-_TRACE_CHARS:]).body()
+    text = words_of(raised)[:_MESSAGE_CHARS]
+    if lacks_memory(raised) and not isinstance(raised, SllmError):  # whose memory is another function's
+        text += " - the function ran out of memory; raise memory=... in @model_function"
+    return FunctionError(text, detail=trace[-_TRACE_CHARS:]).body()
 
 
 def _users_part(raised: BaseException) -> Any:

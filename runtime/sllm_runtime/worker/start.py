@@ -30,7 +30,7 @@ from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.own import Foreign
 from sllm_runtime.worker.secret_files import lay
-from sllm_runtime.worker.words import sendable, words_of
+from sllm_runtime.worker.words import lacks_memory, sendable, words_of
 
 _ORDER: Final = (*START_STAGES, PROVE)
 
@@ -228,8 +228,7 @@ def failed(error: BaseException, stage: str) -> SllmError:
             return error
         return StartFailed(error.message, field=error.field, stage=stage, detail=trace)
     text = str(error) if isinstance(error, Foreign) else words_of(error)
-    lacks = isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text
-    if lacks and not isinstance(error, Foreign):  # whose memory is another function's
+    if lacks_memory(error) and not isinstance(error, Foreign):  # whose memory is another function's
         return OutOfMemory(
             f"the function ran out of memory during {stage} ({text[:200]}); raise memory=... in @model_function",
             stage=stage,

@@ -8,6 +8,12 @@ def sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def lacks_memory(raised: BaseException) -> bool:
+    """Whether user code was given no more memory, by Python or by torch."""
+    text = words_of(raised)
+    return isinstance(raised, MemoryError) or "can't allocate memory" in text or "not enough memory" in text
+
+
 def words_of(raised: BaseException) -> str:
     """``Type: message`` of what user code raised, also where its ``__str__`` raises something itself."""
     name = type(raised).__name__

@@ -197,3 +197,19 @@ async def test_who_asks_again_for_what_was_deployed_takes_the_route_from_nobody(
     if how == "another controller":
         async with controller_of(nats, "ctl2") as controller:
             assert await active(controller) == 2
+
+
+async def test_of_what_was_there_already_while_its_secrets_are_waited_for(bench: Bench) -> None:
+    """Who called it back was told that it has not got the route: it does not get it later."""
+    await bench.controller.service._vault.put("token", b"x")
+    await bench.gateway.deploy(manifest(secrets=["token"]), b"one")
+    await bench.gateway.deploy(manifest(secrets=["token"]), b"two")
+    async with bench.controller.service._deployments.holding(("token",)):  # as another deployment that is stored
+        request, bundle, deploying = await begun(bench, b"one", secrets=["token"])
+        await asyncio.sleep(0.5)
+        assert (await withdraw(bench, request)).version is None
+    with pytest.raises(Cancelled, match="called back"):
+        await deploying
+    info: ctl.FunctionInfo = await bench.gateway.ask("function", ctl.FunctionRef(function="chat"))
+    assert info.record.active == 2
+    assert await bundles.exists(bench.gateway.bus, bundle), "another version has it"

@@ -10,6 +10,7 @@ import pytest
 from sllm_gateway import settings as settings_module
 from sllm_gateway.events import EventWriter
 from sllm_gateway.journal import Journal
+from sllm_gateway.replay import Whole
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.calls import Entry
 from sllm_runtime.protocol.errors import InstanceLost
@@ -316,3 +317,36 @@ async def test_to_ask_how_calls_stand_that_have_not_ended_takes_no_room(
         go_on.set()
         assert other.status_code == 200, other.text
         assert [(each["state"], each["result"]) for each in states] == [("RUNNING", None)] * 4
+
+
+@pytest.mark.parametrize("how", ["whole", "shown with its state"])
+async def test_a_kept_answer_is_held_once_while_it_is_written(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A reader may take half a minute for it: what it was made of is not held beside it for as long."""
+    found, held, write, made = list[Whole](), list[int](), EventWriter.whole, Whole.__init__
+
+    def making(self: Whole, most: int) -> None:
+        made(self, most)
+        found.append(self)
+
+    async def writing(self: EventWriter, scope: Any, send: Any, headers: Any, body: bytes) -> None:
+        held.append(sum(len(frame.data) for frame in found[-1]._frames))
+        await write(self, scope, send, headers, body)
+
+    async def large(run: Run) -> None:
+        for _ in range(7):
+            run.out("x" * (MIB // 8))
+        run.end()
+
+    async with world(nats, max_output=MIB) as w:
+        await w.deploy(manifest("large"), entry(), script=large)
+        monkeypatch.setattr(Whole, "__init__", making)
+        monkeypatch.setattr(EventWriter, "whole", writing)
+        if how == "whole":
+            assert (await w.http.post("/fn/large", json={}, headers={"Idempotency-Key": "k"})).status_code == 200
+        else:
+            call = (await w.http.post("/fn/large", json={}, headers=ASYNC)).json()["id"]
+            await reaches(w.http, call, "SUCCEEDED")
+        assert held
+        assert held[-1] == 0, f"{held[-1] / MIB:.2f} MiB of its pieces are held beside it"

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sllm_loaderd.convert import ConvertOptions, convert_directory
+from sllm_loaderd.convert.formats import is_converted
 from sllm_loaderd.verify import validate_checkpoint
 from sllm_runtime.protocol.checkpoint import AdapterRecord
 from sllm_runtime.protocol.errors import InvalidCheckpoint, SllmError, UnsupportedModel
@@ -116,3 +117,9 @@ def test_an_adapter_without_tensors_is_refused(kind: str, saved: Path, tmp_path:
         save_file({}, source / "adapter_model.safetensors")
     with pytest.raises(InvalidCheckpoint, match="no tensors"):
         convert_directory(source, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_index_of_somebody_else_makes_no_checkpoint_of_it(kind: str, saved: Path) -> None:
+    names = {path.name for path in (saved / kind).iterdir()} | {"index.json"}
+    assert not is_converted(names)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import http.server
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from sllm_loaderd.peer import server
+from sllm_loaderd.peer.exports import Exports
 from sllm_loaderd.peer.signature import WINDOW_S, Asked, address_of, authorization
 from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.protocol.checkpoint import partition_name
@@ -24,6 +26,7 @@ from sllm_runtime.protocol.errors import DigestMismatch, Forbidden, ModelNotFoun
 from sllm_runtime.protocol.loader import CONVERT_NEVER
 from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, small_checkpoint
 from tests.fixtures.waiting import GIVE_UP_S, until
+from tests.unit.invoker.test_no_descriptors import no_descriptors
 
 WAIT = GIVE_UP_S
 TOKEN = "a token of this cluster"
@@ -297,3 +300,29 @@ def test_a_server_that_had_no_thread_for_the_last_peer_stops_all_the_same(monkey
         with socket.create_connection(("127.0.0.1", running.server_address[1]), timeout=WAIT) as peer:
             assert peer.recv(1) == b"", "it is hung up on"
         monkeypatch.undo()
+
+
+def test_without_descriptors_it_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is heard when there are some. Until then it does not ask again without a pause, which would take a
+    processor, and Python's lock, from all that this loader loads."""
+    tries, accept = 0, http.server.ThreadingHTTPServer.get_request
+
+    def counted(self: http.server.ThreadingHTTPServer) -> Any:
+        nonlocal tries
+        tries += 1
+        return accept(self)
+
+    monkeypatch.setattr(http.server.ThreadingHTTPServer, "get_request", counted)
+    served = server.PeerServer(("127.0.0.1", 0), TOKEN, Exports(cast(Any, None), cast(Any, None), cast(Any, None)))
+    served.start()
+    try:
+        with socket.socket() as waits:
+            with no_descriptors():
+                waits.connect(served.server_address)
+                time.sleep(0.5)
+            waits.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            waits.settimeout(WAIT)
+            assert waits.recv(100).startswith(b"HTTP/1.1 401")
+        assert 1 < tries < 50, f"it tried {tries} times within half a second"
+    finally:
+        served.close()

@@ -14,16 +14,17 @@ from tests.unit.platform.test_announce import stored
 
 async def test_a_restart_is_an_event_also_when_it_cannot_be_told_at_once(nats: Nats) -> None:
     controller = await nats.streams()
-    refusals = 2
+    refusals, now = 2, 1.5
 
     async def connect() -> Bus:
-        nonlocal refusals
+        nonlocal refusals, now
         if refusals:
             refusals -= 1
+            now += 60.0  # it is told of a minute that is over
             raise Unavailable("not yet")
         return await Bus.connect(nats.settings(UP), UP, name="test up", jetstream=False)
 
-    chronicle = Chronicle(connect, wall=lambda: 1.5, again_s=0.01)
+    chronicle = Chronicle(connect, wall=lambda: now, again_s=0.01)
     running = asyncio.create_task(chronicle.run())
     try:
         chronicle.because("nats", "its disk was full and has space again")
@@ -34,6 +35,7 @@ async def test_a_restart_is_an_event_also_when_it_cannot_be_told_at_once(nats: N
             return len(await stored(controller)) == 2
 
         await until(both)
+        now = 1.5
         chronicle.restarted("nats", "signal 9")
 
         async def all_three() -> bool:

@@ -3,8 +3,8 @@
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from enum import Flag
-from typing import Annotated, Any, TypedDict, Unpack
+from enum import Enum, Flag, IntEnum, StrEnum
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import jsonschema_rs
 import pytest
@@ -216,3 +216,53 @@ def test_flags_come_together(rights: Rights) -> None:
     body = encoded({"rights": rights})
     assert jsonschema_rs.is_valid(signature.input_schema(flagged), json.loads(body))
     assert Arguments(flagged).parse(body) == {"rights": rights}
+
+
+class Colour(Enum):
+    A = "a"
+
+
+class Text(StrEnum):
+    A = "a"
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    ("hint", "given"),
+    [
+        (Literal[Text.A, "b", 2, None], "a"),
+        (Literal[Number.ONE], 1),
+        (dict[Colour, str], {"a": "b"}),
+        (dict[int, str], {"1": "b"}),
+    ],
+)
+def test_what_can_be_deployed_can_be_called(hint: Any, given: Any) -> None:
+    def function(value: Any) -> None: ...
+
+    function.__annotations__["value"] = hint
+    body = {"value": given}
+    assert jsonschema_rs.is_valid(signature.input_schema(function), body)
+    Arguments(function).parse(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        (Literal[Colour.A], "take the Enum itself"),
+        (list[Literal["b", Colour.A]], "take the Enum itself"),
+        (Literal[b"a"], "equal to no JSON value"),
+        (dict[tuple[int, int], str], "no text becomes a tuple"),
+        (dict[frozenset[int], str], "no text becomes a frozenset"),
+    ],
+)
+def test_what_no_call_could_bring_is_not_deployed(hint: Any, said: str) -> None:
+    """It was, and each call was told that its argument should be what nobody can send."""
+
+    def function(value: Any) -> None: ...
+
+    function.__annotations__["value"] = hint
+    with pytest.raises(InvalidManifest, match=said):
+        signature.input_schema(function)

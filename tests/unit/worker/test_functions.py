@@ -338,7 +338,9 @@ def test_memory_beyond_the_limit_fails_the_start(worker: Worker, tmp_path: Path)
 
 def test_memory_beyond_the_limit_fails_the_call_alone(worker: Worker, tmp_path: Path) -> None:
     worker.start(manifest("oom_in_call:fn"), source("oom_in_call"), workdir=tmp_path, memory_limit=2**28)
-    assert worker.run({"gib": 4}).error.message.startswith("MemoryError")
+    message = worker.run({"gib": 4}).error.message
+    assert message.startswith("MemoryError")
+    assert "raise memory=" in message
     assert worker.run({"gib": 0}).outputs == [0]
 
 

@@ -30,3 +30,14 @@ def test_what_it_finds_after_it_has_begun_to_compute_is_said_to_be_found() -> No
     while not slow.produced:
         computed += sum(chunk.count for chunk in step(scheduler) if chunk.sequence is slow)
     assert slow.cached == len(slow.request.prompt) - computed, (slow.cached, computed)
+
+
+def test_of_equal_prompts_that_come_together_each_page_is_computed_once() -> None:
+    scheduler = Scheduler(Pages(100), Limits(prefill=2 * PAGE, quantum=PAGE))
+    both = [scheduler.add(request(number, range(16 * PAGE))) for number in range(2)]
+    computed, steps = 0, 0
+    while not all(sequence.produced for sequence in both):
+        computed += sum(chunk.count for chunk in step(scheduler) if chunk.sequence.produced <= 1 and chunk.count > 1)
+        steps += 1
+    assert computed <= 18 * PAGE, computed  # the last page of each is, for its last row
+    assert steps <= 18

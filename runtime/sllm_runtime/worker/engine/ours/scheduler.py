@@ -224,8 +224,15 @@ class Scheduler:
         if longest is not None and self._step - longest.served >= STARVED and self._step % 2:
             begun.remove(longest)  # one of them, in every second step: else they would take all of each
             begun.insert(0, longest)
+        coming: set[bytes] = set()
         for sequence in begun:
-            room -= self._prefill(sequence, room, chunks)
+            if next(sequence.lacking(), None) in coming and sequence.computed == len(sequence.pages) * PAGE:
+                continue  # it finds that page in the next step
+            count = self._prefill(sequence, room, chunks)
+            room -= count
+            if count:
+                first, end = chunks[-1].start // PAGE, (chunks[-1].start + count) // PAGE
+                coming.update(sequence.key(page) for page in range(first, end))
         self._blocked = not chunks
         return chunks
 
