@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sllm_invoker.containers import probe
 from sllm_invoker.containers.engine import Engine
+from sllm_invoker.images.store import Store
 from sllm_runtime.protocol.errors import ImageFailed
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here
@@ -121,3 +124,43 @@ def test_what_pip_cannot_have_fails_the_deployment_with_its_words(cluster: Clust
         deploy(cluster, greets, name="polite", requirements=["politeness"])
     with pytest.raises(ImageFailed, match="is not on this node"):
         deploy(cluster, greets, name="elsewhere", image="example.invalid/nobody:1")
+
+
+async def test_an_image_is_there_when_the_engine_would_run_it(engine: Engine) -> None:
+    store, (name, _, tag) = Store(engine), probe.TRIAL.rpartition(":")
+    there = await store.identity(f"{name}:{tag}")
+    assert await store.identity(there) == there != ""
+    assert await store.identity(name) == "", "that is its tag `latest`, which nobody gave"
+    assert await store.identity("localhost/sllm-*") == ""
+
+
+async def test_what_somebody_has_built_over_our_image_is_not_removed_as_ours(engine: Engine, tmp_path: Path) -> None:
+    """It has our label, and most likely no container just now."""
+    test = f"sllm.test={uuid.uuid4().hex}"
+    base, own = (f"localhost/{name}:{uuid.uuid4().hex}" for name in ("sllm-base", "somebodys"))
+    old = ("--pull=never", "--timestamp=0") if engine.kind == "podman" else ()
+    if not old:
+        pytest.skip("docker builds no image that is old")
+
+    class Ours:
+        """Of all images those of this test alone."""
+
+        kind = engine.kind
+
+        async def command(self, *words: str, data: bytes | None = None, within_s: float = 60.0) -> str:
+            return await engine.command(*words, "--filter", f"label={test}", within_s=within_s)
+
+    for name, text in ((base, f"FROM {probe.TRIAL}\nLABEL sllm.image=base {test}\n"), (own, f"FROM {base}\nENV A=b\n")):
+        (tmp_path / "Containerfile").write_text(text)
+        await engine.command("build", *old, "--tag", name, str(tmp_path))
+    store = Store(engine)
+    try:
+        await Store(Ours()).prune()
+        assert await store.has_image(own)
+        await engine.command("image", "rm", own)
+        await Store(Ours()).prune()
+        assert not await store.has_image(base)
+    finally:
+        for name in (own, base):
+            if await store.has_image(name):
+                await engine.command("image", "rm", name)

@@ -44,7 +44,7 @@ class Images(Protocol):
         """Whether it is there."""
 
     async def identity(self, reference: str) -> str:
-        """What names it for ever, whatever its name is given to later."""
+        """What names it for ever, whatever its name is given to later; "" where it is not there."""
 
     async def import_image(self, reference: str, archive: Path, changes: Sequence[str]) -> None:
         """Make an image of one layer, which the tar file ``archive`` holds."""
@@ -82,7 +82,7 @@ class Base:
         reference = places.reference("base", digests.base)
         if await self._images.has_image(reference):
             return reference
-        async with alone(self._scratch):
+        async with alone(self._scratch, report):
             if not await self._images.has_image(reference):
                 await self._build(reference, digests, report)
         return reference
@@ -110,12 +110,15 @@ class Base:
 
 
 @contextlib.asynccontextmanager
-async def alone(directory: Path) -> AsyncIterator[None]:
-    """No other process that uses ``directory`` builds meanwhile. Raises ``Unavailable`` after LOCK_S."""
+async def alone(directory: Path, report: Report) -> AsyncIterator[None]:
+    """No other process that uses ``directory`` builds meanwhile; ``report`` is told where one does. Raises
+    ``Unavailable`` after LOCK_S."""
     fd = _lock_file(directory)
     try:
         until = asyncio.get_running_loop().time() + LOCK_S
-        while not _locked(fd):
+        if not (free := _locked(fd)):
+            report("another image is being made on this machine and is waited for")
+        while not free and not _locked(fd):
             if asyncio.get_running_loop().time() > until:
                 raise Unavailable(f"another process has been building images in {directory} for {LOCK_S:.0f} s")
             await asyncio.sleep(0.2)  # a lock of the file tells nobody that it is free

@@ -20,6 +20,11 @@ _NEEDED: Final = "torch/bin/torch_shm_manager"
 """``import torch`` looks for it."""
 
 
+def inside() -> tuple[metadata.Distribution, ...]:
+    """What a base has: ours, and its ``closure``."""
+    return (*closure(), metadata.distribution(OURS))
+
+
 def closure() -> tuple[metadata.Distribution, ...]:
     """What is installed of all that a worker may import, by name. Ours is not among them."""
     found: dict[str, metadata.Distribution] = {}
@@ -65,4 +70,4 @@ def identity(distribution: metadata.Distribution) -> str:
 
 def pins() -> tuple[str, ...]:
     """What a base has, as constraints: ``name==version`` without a local label, which no index knows."""
-    return tuple(f"{canonicalize_name(d.name)}=={d.version.partition('+')[0]}" for d in closure())
+    return tuple(f"{canonicalize_name(d.name)}=={d.version.partition('+')[0]}" for d in inside())

@@ -43,7 +43,7 @@ class FunctionImages:
         reference = places.reference("function", digest)
         if await self._images.has_image(reference):
             return reference
-        async with alone(self._scratch):
+        async with alone(self._scratch, report):
             if not await self._images.has_image(reference):
                 report(f"requirements: {', '.join(wanted)}")
                 await self._build(reference, below, wanted)
@@ -52,10 +52,12 @@ class FunctionImages:
     async def _named(self, image: str, requirements: Sequence[str]) -> str:
         if requirements:
             raise ImageFailed("image and requirements do not go together: install them in the image", field="image")
-        if image.startswith("-") or not await self._images.has_image(image):
+        # Its name may be another's by the next start: containers wait by what it names now.
+        found = "" if image.startswith("-") else await self._images.identity(image)
+        if not found:
             text = f"image {image!a:.200} is not on this node: pull or load it with the node's container engine"
             raise ImageFailed(text, field="image")
-        return await self._images.identity(image)  # its name may be another's by the next start: containers wait by it
+        return found
 
     async def _build(self, reference: str, below: str, wanted: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="image-", dir=self._scratch) as scratch:

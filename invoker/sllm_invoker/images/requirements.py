@@ -76,7 +76,7 @@ def _shadow(directory: Path) -> Path:
     """An environment with the base's metadata; its site-packages."""
     venv.EnvBuilder(symlinks=True, with_pip=False).create(directory)
     site = directory / "lib" / f"python{MINOR}" / "site-packages"
-    for distribution in distributions.closure():
+    for distribution in distributions.inside():
         name = f"{canonicalize_name(distribution.name).replace('-', '_')}-{distribution.version}.dist-info"
         (site / name).mkdir()
         (site / name / "METADATA").write_text(distribution.read_text("METADATA") or "", encoding="utf-8")

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from sllm_invoker.images import places
+from sllm_runtime.protocol.errors import Unavailable
 
 IMPORT_S: Final = 600.0
 """A gigabyte to a slow disk, which the engine reads, writes and takes digests of."""
 BUILD_S: Final = 600.0
 KEPT: Final = "168h"
+_UNKNOWN: Final = ("image not known", "no such image", "invalid reference format")
 
 
 class Commands(Protocol):
@@ -40,12 +42,21 @@ class Store:
         return any(each.strip("[]").endswith(f"@{digest}") for each in said.split())
 
     async def identity(self, reference: str) -> str:
-        return (await self._engine.command("image", "inspect", "--format", "{{.Id}}", reference)).strip()
+        """By the words by which the engine runs it: a list of images has all tags of a name, and none by its id."""
+        try:
+            said = await self._engine.command("image", "inspect", "--format", "{{.Id}}", reference)
+        except Unavailable as error:
+            if any(words in error.message.lower() for words in _UNKNOWN):
+                return ""
+            raise
+        return said.strip()
 
     async def prune(self) -> None:
-        """Remove images of ours that are older than KEPT and that no container runs from."""
+        """Remove images of ours that are older than KEPT and that no container runs from. Those that somebody has built
+        over ours have our label as well, and a name of their own (docker's filter knows no names)."""
+        named = ("--filter", f"reference={places.REPOSITORY}-*") if self._engine.kind == "podman" else ()
         filters = ("--filter", f"label={places.LABEL}", "--filter", f"until={KEPT}")
-        await self._engine.command("image", "prune", "--all", "--force", *filters, within_s=BUILD_S)
+        await self._engine.command("image", "prune", "--all", "--force", *filters, *named, within_s=BUILD_S)
 
     async def import_image(self, reference: str, archive: Path, changes: Sequence[str]) -> None:
         """An image of one layer: what the tar file ``archive`` holds."""

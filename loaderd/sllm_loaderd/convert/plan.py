@@ -52,7 +52,7 @@ def plan_storage(
         stored = {tensor.name: _plain(tensor) for tensor in ordered}
         return StoragePlan(stored, tuple(stored), "names" if by_names else "offset", dict(source_ties), {})
     stored = _fused(by_offset, tensors, module)
-    names = {target: source for source, target in module.renamed.items() if source in stored}
+    names = {target: source for source, target in module.renamed.items()}
     ties = dict(source_ties)
     for group in module.ties:
         ties.update(_tie(group, stored, names, same_bytes))
@@ -60,7 +60,7 @@ def plan_storage(
         stored.pop(name, None)
     order = tuple(names.get(name, name) for name in module.order)
     kind = "traced" if module.traced else "module"
-    return StoragePlan(stored, order, kind, ties, {k: v for k, v in names.items() if v in stored})
+    return StoragePlan(stored, order, kind, ties, {name: ties.get(of, of) for name, of in names.items()})
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

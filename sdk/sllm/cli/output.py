@@ -149,12 +149,13 @@ def _red(word: str) -> str:
 
 
 class Progress:
-    """Shows stages with bytes and rate on a terminal; one line a stage elsewhere."""
+    """Shows stages with bytes and rate on a terminal; one line a stage elsewhere, and one more where it
+    is said later what it waits for."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self._title = one_line(title)
         self._quiet = quiet
-        self._stage = ""
+        self._stage = self._message = ""
         self._since, self._from = 0.0, 0
         self._bar: Any = None
         self._task: Any = None
@@ -167,13 +168,13 @@ class Progress:
             return
         label = one_line(f"{self._title}: {view.message or view.stage}")
         if self._bar is None:
-            if view.stage != self._stage:
+            if view.stage != self._stage or (view.message and not self._message):
                 note(label + (f" ({show_bytes(view.total)})" if view.total and view.unit == "B" else ""))
         else:
             size = f"{show_bytes(view.done)}/{show_bytes(view.total)}" if view.total and view.unit == "B" else ""
             size += self._rate(view) if size else ""
             self._bar.update(self._task, description=label, completed=view.done, total=view.total or None, size=size)
-        self._stage = view.stage
+        self._stage, self._message = view.stage, view.message
 
     def _rate(self, view: ProgressView) -> str:
         """Bytes a second since this stage began; empty where nothing came yet."""

@@ -52,6 +52,8 @@ def test_an_adapter_names_its_base_and_comes_in_the_order_of_layers(saved: Path,
     index = checkpoint.index
     assert index.adapter == AdapterRecord("org/base", "lora", 4, 10.0, ("q_proj", "v_proj"))
     assert [block.layers for block in index.blocks] == [(number, number) for number in range(12)]
+    layers = [int(name.split(".layers.")[1].split(".")[0]) for name in (tensor.name for tensor in index.tensors)]
+    assert layers == sorted(layers), "by their own numbers: blocks are numbered as they come"
     assert index.order == "names"
     assert [file.name for file in index.files] == ["adapter_config.json"]
     expected = load_file(saved / "safetensors" / "adapter_model.safetensors")

@@ -174,6 +174,12 @@ def test_errors_and_notes_command_no_terminal(gateway: Gateway) -> None:
     clean(here("fn", "nothing" + FOUL).stderr)
 
 
+def test_a_stage_that_says_later_what_it_waits_for_is_shown_so(gateway: Gateway) -> None:
+    steps = ({"stage": "sandbox"}, {"stage": "sandbox", "message": "pip"}, {"stage": "sandbox", "message": "pip, 2 s"})
+    gateway.will(Answer((*(sse(step, event="progress") for step in steps), sse("ok", id=0), DONE)))
+    assert here("fn", "invoke", "chat").stderr.splitlines() == ["chat: sandbox", "chat: pip"]
+
+
 def test_what_a_function_answers_and_logs_is_its_own(gateway: Gateway) -> None:
     gateway.will(Answer((sse("\x1b[31mred", id=0), DONE)))
     assert here("fn", "invoke", "chat").stdout == "\x1b[31mred\n"

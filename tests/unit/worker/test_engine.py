@@ -437,6 +437,29 @@ def test_close_ends_who_waits() -> None:
         one.submit(request(), sink)
 
 
+def test_who_came_just_before_the_close_hears_of_it() -> None:
+    """However much those before have to be told first."""
+    one = EngineLoop(ScriptedEngine(), Letters())
+    sinks = [Told() for _ in range(3)]
+    for sink in sinks:
+        one.submit(replace(request(max_tokens=1001), emitted=tuple(range(17, 1017))), sink)
+    one.close()
+    one.start()
+    one.close()
+    assert all(sink.pieces and isinstance(sink.pieces[-1].error, Unavailable) for sink in sinks)
+
+
+class Told(ThreadSink):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[Piece] = []
+
+    def put(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+
+
 async def test_coroutines_get_their_pieces(loop: EngineLoop) -> None:
     mailbox = Mailbox(asyncio.get_running_loop())
 
@@ -457,4 +480,5 @@ def test_a_bug_of_the_engine_fails_those_who_wait(loop: EngineLoop, monkeypatch:
         patched.setattr(TransformersEngine, "step", broken)
         with pytest.raises(Exception, match="ZeroDivisionError: bug"):
             text_of(loop, request())
+        assert not loop.engine.busy, "it computes for nobody"
     assert text_of(loop, request())

@@ -167,6 +167,21 @@ def test_one_that_is_slowed_draws_a_token_in_so_long_and_is_let_again(
     assert [piece.ids for piece in said(other)] == [(51,), (52,), (53,), (54,)]
 
 
+def test_of_two_that_are_slowed_the_slower_one_counts(loop: EngineLoop, held: Held, slowest: float) -> None:
+    number, sink = begun(loop, held)
+    loop.slow(number, slowest)
+    other = ThreadSink()
+    second = loop.submit(Request(id=-1, prompt=(50,), sampling=Sampling(max_tokens=4)), other)
+    loop.slow(second, 0.0)
+    held.go.set()
+    pieces = iter(sink)
+    assert [next(pieces).ids for _ in range(4)] == [(11,), (12,), (13,), (14,)]
+    time.sleep(0.05)
+    assert held.drawn == [11, 12, 13, 14]
+    loop.cancel(number)
+    assert len(said(other)) == 4
+
+
 @pytest.mark.parametrize(("interval_s", "for_s"), [(0.005, 100 * GIVE_UP_S), (100 * GIVE_UP_S, 0.005)])
 def test_one_that_is_slowed_draws_on(
     monkeypatch: pytest.MonkeyPatch, loop: EngineLoop, held: Held, interval_s: float, for_s: float

@@ -90,3 +90,33 @@ def test_special_tokens_do_not_take_the_context_away(make: Make) -> None:
     ends = [SPECIAL.index("</s>")] * 40
     word = tokens.encode(" a")[-1]
     assert told(tokens, tokens.encode("b"), [[word, *ends, word]]) == " a a"
+
+
+@KINDS
+def test_a_prompt_of_characters_that_the_vocabulary_lacks_goes_on_with_another(make: Make) -> None:
+    """Its last ids begin inside of one: all bytes of a run that begins so are broken for some decoders."""
+    tokens = Tokens(make())
+    assert told(tokens, tokens.encode("a🦙🦙"), [[token] for token in tokens.encode("a🦙")[-4:]]) == "🦙"
+
+
+class Longest:
+    """A decoder that knows the most ids it was asked for at once."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self.most = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.most = max(self.most, len(ids))
+        return self._tokens.decode(ids)
+
+
+@KINDS
+def test_a_token_costs_the_same_however_many_there_were(make: Make) -> None:
+    tokens = Tokens(make())
+    parts = (tokens.encode(" a")[-1:], tokens.encode("🦙")[-1:], [SPECIAL.index("</s>")])
+    decoder = Longest(tokens)
+    detokenizer = Detokenizer(decoder, tokens.encode("b"))
+    for part in parts:
+        detokenizer.feed(part * 200)
+    assert decoder.most <= 40

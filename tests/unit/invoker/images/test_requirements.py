@@ -42,6 +42,18 @@ def test_what_does_not_go_with_the_base_is_refused_with_pips_words(wheels: Path,
         requirements.layer(["greeting"], tmp_path / "shadow")
 
 
+def test_ours_stays_as_it_is(wheels: Path, tmp_path: Path) -> None:
+    """A list of requirements, or a package that calls functions, names it; no index may have it, or another one."""
+    wheel(wheels, "caller", "1.0", "sllm>=0.1")
+    found = requirements.layer(["caller", "sllm"], tmp_path / "shadow").files
+    assert f"{SITE}/caller.py" in found
+    wheel(wheels, "sllm", "99.0")
+    found = requirements.layer(["caller", "sllm"], tmp_path / "another").files
+    assert not any(name.removeprefix(f"{SITE}/").startswith("sllm") for name in found)
+    with pytest.raises(ImageFailed, match="sllm"):
+        requirements.layer(["sllm>=99"], tmp_path / "third")
+
+
 def test_source_is_not_built(wheels: Path, tmp_path: Path) -> None:
     source = wheels / "evil-1.0.zip"
     with zipfile.ZipFile(source, "w") as file:

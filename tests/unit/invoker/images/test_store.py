@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from sllm_invoker.images.store import Store
+from sllm_runtime.protocol.errors import Unavailable
 
 
 class Recorded:
@@ -38,10 +39,26 @@ async def test_an_image_may_be_named_by_its_digest() -> None:
     assert docker.words == [("images", "--quiet", here)]
 
 
+class Refusing(Recorded):
+    async def command(self, *words: str, data: bytes | None = None, within_s: float = 60.0) -> str:
+        raise Unavailable(self.answer)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["Error: inspecting object: mine: image not known", "Error: No such image: mine:latest",
+     "Error: inspecting object: invalid reference format"],
+)  # fmt: skip
+async def test_what_the_engine_does_not_know_has_no_identity(said: str) -> None:
+    assert await Store(Refusing("podman", said)).identity("mine") == ""
+    with pytest.raises(Unavailable, match="locked"):
+        await Store(Refusing("podman", "its store is locked")).identity("mine")
+
+
 async def test_what_is_removed_is_ours_old_and_unused() -> None:
     engine = Recorded("podman")
     await Store(engine).prune()
-    filters = ("--filter", "label=sllm.image", "--filter", "until=168h")
+    filters = ("--filter", "label=sllm.image", "--filter", "until=168h", "--filter", "reference=localhost/sllm-*")
     assert engine.words == [("image", "prune", "--all", "--force", *filters)]
 
 

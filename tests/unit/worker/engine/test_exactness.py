@@ -251,3 +251,15 @@ def test_pages_move_with_a_request() -> None:
     with pytest.raises(ValueError, match="float32"):
         target.import_pages([replace(pages[0], content=pages[0].content.double())])
     target.scheduler.check()
+
+
+def test_pages_that_came_before_one_that_does_not_fit_keep_their_content() -> None:
+    """They are found by who begins alike."""
+    _, pages, first = driver.moves_with_its_pages(engine)
+    whole, target = run(engine(), first)[1], engine()
+    with pytest.raises(ValueError, match="float32"):
+        target.import_pages([pages[0], replace(pages[1], content=pages[1].content.double())])
+    target.scheduler.check()
+    target.add(first)
+    events = finish(target)[1]
+    assert (events[0].cached, ids(events)) == (128, whole)

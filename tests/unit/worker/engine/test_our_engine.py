@@ -156,6 +156,15 @@ def test_cancel_takes_effect_before_the_next_step() -> None:
     core.scheduler.check()
 
 
+def test_how_many_pages_it_has() -> None:
+    """As many as its requests may have together, a page begun for a page; one, where the memory is for less."""
+    made = decoder("llama")
+    short = OurEngine(made, frozenset(), EXACT, 8 * MIB, max_context=130, limits=Limits(running=3))
+    assert (short.stats().kv_pages, short.max_context) == (2 * 3, 130)
+    least = OurEngine(made, frozenset(), EXACT, 1)
+    assert (least.stats().kv_pages, least.max_context) == (1, 128)
+
+
 def test_a_prefix_is_computed_once() -> None:
     core = engine()
     prompt = [number % 90 + 3 for number in range(300)]

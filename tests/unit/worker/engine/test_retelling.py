@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from sllm_runtime.protocol.errors import NotDeterministic
+from sllm_runtime.protocol.errors import FunctionError, NotDeterministic
 from sllm_runtime.worker.engine.base import Engine, Event, Request
 from sllm_runtime.worker.engine.ours.engine import OurEngine
+from sllm_runtime.worker.engine.ours.model import build
+from sllm_runtime.worker.engine.ours.numerics import EXACT
 from sllm_runtime.worker.engine.scripted import ScriptedEngine
+from tests.fixtures.models import BUILDERS
 from tests.unit.worker.engine import driver
 from tests.unit.worker.engine.driver import exact, finish, ids, page_bytes, request
 
@@ -133,3 +136,16 @@ def test_another_output_is_refused() -> None:
     core.feed(0, 0, drawn[:3])
     with pytest.raises(NotDeterministic):
         core.feed(0, 2, (drawn[2] + 1,))
+
+
+def test_ids_that_a_broken_row_was_asked_about_end_it_once() -> None:
+    torch.manual_seed(0)
+    model = BUILDERS["llama"](max_position_embeddings=512).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[99] = float("nan")
+    made = build("LlamaForCausalLM", model.config, model.state_dict(), torch.float32, EXACT.rows)
+    core = OurEngine(made, frozenset(), EXACT, driver.MIB, proven=True)
+    core.add(replace(request(1, (5, 99), emitted=(3, 4, 5), logprobs=0), retell=True))
+    (event,) = finish(core)[1]
+    assert isinstance(event.error, FunctionError)
+    core.scheduler.check()

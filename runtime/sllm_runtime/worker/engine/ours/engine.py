@@ -241,20 +241,18 @@ class OurEngine:
         pages of another shape, ``ModelNotFound``."""
         adapter = self.decoder.lora.get(lora)
         kv, key, taken = self.runner.kv, ROOT if adapter is None else adapter.root, []
-        for each in pages:
-            page = self.scheduler.pages.take() if kv is not None else None
-            if page is None or kv is None:
-                break
-            taken.append(page)
-            try:
+        try:
+            for each in pages:
+                page = self.scheduler.pages.take() if kv is not None else None
+                if page is None or kv is None:
+                    break
+                taken.append(page)
                 kv.fill(page, each.content)
-            except ValueError:
-                self.scheduler.pages.release(taken)
-                raise
-            key = page_hash(key, each.tokens)
-            self.scheduler.pages.keep(page, key)
-        self.scheduler.pages.fresh()  # they have their content
-        self.scheduler.pages.release(taken)
+                key = page_hash(key, each.tokens)
+                self.scheduler.pages.keep(page, key)
+        finally:
+            self.scheduler.pages.fresh()  # they have their content; one that has not is taken again first
+            self.scheduler.pages.release(taken)
         return len(taken)
 
     def drain(self) -> None:
