@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 from sllm_gateway.bodies import Share
 from sllm_runtime.protocol.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidRequest
@@ -15,6 +15,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
+JSON: Final = (b"content-type", b"application/json")
+"""The header of every answer in JSON."""
 
 SHARE = "sllm.share"
 """Where a request's scope has its ``Share`` of what all bodies take."""

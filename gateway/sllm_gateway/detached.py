@@ -87,11 +87,10 @@ class Detached:
         window_s: float,
         clock: Callable[[], float],
         wall: Callable[[], float],
-        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls, self._journal, self._table, self._metrics = calls, journal, table, metrics
         self._life, self.window = life, window_s
-        self._clock, self._wall, self._pause = clock, wall, pause
+        self._clock, self._wall = clock, wall
         self._running: dict[str, _Run] = {}
         self._idle = asyncio.Event()
         """Set while none runs."""
@@ -320,7 +319,7 @@ class Detached:
             await self._write(run)
             self._judge(run)
             if call.frames and not call.over:
-                await self._pause(BATCH_S)
+                await asyncio.sleep(BATCH_S)
 
     async def _renew(self, run: _Run) -> None:
         """This gateway has begun another life: nobody is to take the call for one of a life that is over. Raises
@@ -434,7 +433,7 @@ class Detached:
                     raise
                 log.warning("the journal waits: %s", error.message, extra={"call": call})
                 if full:
-                    await self._pause(LOOK_S)
+                    await asyncio.sleep(LOOK_S)
 
     def _judge(self, run: _Run) -> None:
         """A call that nobody reads does not go on for ever."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sllm_gateway.asgi import Headers
+from sllm_gateway.asgi import JSON, Headers
 from sllm_runtime.protocol.errors import ContextLengthExceeded, MethodNotAllowed, SllmError
 from sllm_runtime.protocol.http import CALL_ID, SHOULD_RETRY, error_view
 
@@ -55,7 +55,7 @@ def body(error: SllmError, call_id: str | None, *, openai: bool) -> bytes:
 
 def headers(error: SllmError, call_id: str | None) -> Headers:
     """What says whether, and when, to try again."""
-    found: Headers = [(b"content-type", b"application/json")]
+    found: Headers = [JSON]
     if call_id is not None:
         found.append((CALL_ID.lower().encode(), call_id.encode()))
     if not error.retryable:

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from sllm_gateway import views
-from sllm_gateway.asgi import PIECE, Headers, Scope, Send, answer, exactness, header
+from sllm_gateway.asgi import JSON, PIECE, Headers, Scope, Send, answer, exactness, header
 from sllm_gateway.call import Order
 from sllm_gateway.detached import Detached, stream_of
 from sllm_gateway.errors import KEY
@@ -50,7 +50,6 @@ _WRITTEN_S: Final = CLAIMED_S / 4
 """A call that has just claimed its key is written within that time, or will not be."""
 _SELDOM: Final = 5
 """Of a call that runs it is asked every so many times what it waits for."""
-_JSON: Final = (b"content-type", b"application/json")
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class Keeping:
 
     async def _promise(self, order: CallOrder, state: CallState, send: Send) -> None:
         headers: Headers = [
-            _JSON,
+            JSON,
             (b"location", f"/v1/calls/{order.call}".encode()),
             (b"preference-applied", b"respond-async"),
             (CALL_ID.lower().encode(), order.call.encode()),
@@ -241,7 +240,7 @@ class Keeping:
                     collecting.cancel()
                     await asyncio.wait({collecting})
             body = found.body(order, streams=self._streams(order))
-            headers = [_JSON, (CALL_ID.lower().encode(), order.call.encode()), *exactness(exact=found.journaled.exact)]
+            headers = [JSON, (CALL_ID.lower().encode(), order.call.encode()), *exactness(exact=found.journaled.exact)]
             await self._writer.whole(scope, send, headers, body)
 
     @contextlib.contextmanager
@@ -315,7 +314,7 @@ class Keeping:
                 view = view.model_copy(update={"error": views.error(error.body())})
         body = msgspec.json.encode(view.model_dump(mode="json") | {"result": msgspec.Raw(result)})
         del result  # a reader may take its time
-        await self._writer.whole(scope, send, [_JSON, *exactness(exact=journaled.exact)], body)
+        await self._writer.whole(scope, send, [JSON, *exactness(exact=journaled.exact)], body)
 
     def _streams(self, order: CallOrder) -> bool:
         """See ``FunctionBody``; also where its version is no more."""

@@ -9,13 +9,12 @@ from typing import Any, Final, Literal, TypeAlias
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from sllm_gateway import parameters
+from sllm_gateway import auth, parameters
 from sllm_gateway.operations import JSON, OPERATIONS, Operation
 from sllm_runtime.protocol import http
 
 Schema: TypeAlias = dict[str, Any]
 Mode: TypeAlias = Literal["validation", "serialization"]
-OPEN: Final = ("/livez", "/readyz", "/metrics")
 
 _OPENAI_ERROR: Final = {
     "type": "object",
@@ -82,7 +81,7 @@ def _operation(operation: Operation, taken: Mapping[Any, Schema], answered: Mapp
         }
     elif operation.raw:
         described["requestBody"] = {"content": {operation.raw: {"schema": _raw(operation.raw)}}}
-    if operation.path in OPEN:
+    if operation.path.encode() in auth.OPEN:
         described["security"] = []
     return described
 

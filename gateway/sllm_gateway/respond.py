@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sllm_gateway import sse, timing
-from sllm_gateway.asgi import PIECE, Headers, Message, Scope, Send, exactness, send_now
+from sllm_gateway.asgi import JSON, PIECE, Headers, Message, Scope, Send, exactness, send_now
 from sllm_gateway.binding import NEVER
 from sllm_gateway.call import Call
 from sllm_gateway.calls import Calls
@@ -134,7 +134,7 @@ class Responder:
             if not call.exact:
                 encoder.inexact()
             body = encoder.body(call.take(), call.end)
-            headers = [(b"content-type", b"application/json"), *_head(call)]
+            headers = [JSON, *_head(call)]
             headers.append((b"content-length", b"%d" % len(body)))
             await self._put(call, {"type": "http.response.start", "status": 200, "headers": headers}, send)
             await self._write(call, body, send, more=False)

@@ -101,15 +101,15 @@ class Reporter:
         return told
 
 
-def fitted(status: NodeStatus, room: int = limits.MAX_REPORT) -> NodeStatus:
-    """``status`` in ``room`` bytes: a node that sends no report counts as silent, and what it runs as lost.
+def fitted(status: NodeStatus) -> NodeStatus:
+    """``status`` in MAX_REPORT bytes: a node that sends no report counts as silent, and what it runs as lost.
 
     Its models and its instances have half each, and what the other leaves. Of models it tells of so many as there is
     room for, those in memory first, then those on the disk. Of instances, the first before the others, it cuts the
     errors of those that have ended; then leaves out what was told of a start when that was over; then those that have
     ended. Those that live are all told of.
     """
-    whole = len(pack(status))
+    room, whole = limits.MAX_REPORT, len(pack(status))
     if whole <= room:
         return status
     bare = _of(status, set())

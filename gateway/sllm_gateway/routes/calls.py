@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
 from sllm_gateway import views
-from sllm_gateway.asgi import Receive, Scope, Send, answer
+from sllm_gateway.asgi import JSON, Receive, Scope, Send, answer
 from sllm_gateway.detached import Detached
 from sllm_gateway.errors import quoted
 from sllm_gateway.journal import Journal, known_s
@@ -44,7 +44,6 @@ ASK_S: Final = 1.0
 """A gateway that has the call answers within this."""
 HEARD_S: Final = 2 * BEAT_S * SILENT_BEATS
 """A gateway that is not heard for half of it is taken for dead, and its calls are gone on with."""
-_JSON: Final = [(b"content-type", b"application/json")]
 
 
 class CallRoutes:
@@ -131,7 +130,7 @@ class CallRoutes:
             next=page[-1] if len(rest) > len(page) else "",
             silent=tuple(silent),
         )
-        await answer(send, 200, _JSON, view.model_dump_json().encode())
+        await answer(send, 200, [JSON], view.model_dump_json().encode())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = _call_of(scope)
@@ -142,7 +141,7 @@ class CallRoutes:
             if told is not None:
                 if final(CALL, told.state):
                     raise
-                await answer(send, 200, _JSON, views.open_call(told).model_dump_json().encode())
+                await answer(send, 200, [JSON], views.open_call(told).model_dump_json().encode())
                 return
             _, order = await self._found(call)
         await self._keeping.status(order, scope, send)
@@ -214,7 +213,7 @@ def _call_of(scope: Scope) -> str:
 
 
 async def _cancelled(send: Send, call: str, state: CallState) -> None:
-    await answer(send, 202, _JSON, CancelledView(id=call, state=state.value).model_dump_json().encode())
+    await answer(send, 202, [JSON], CancelledView(id=call, state=state.value).model_dump_json().encode())
 
 
 def _kept(journaled: Journaled, told: CallTold | None, state: str | None, answered: Collection[str]) -> CallView | None:

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from sllm_gateway import sse, views
 from sllm_gateway.arguments import Arguments
-from sllm_gateway.asgi import Receive, Scope, Send, answer, declared_length
+from sllm_gateway.asgi import JSON, Receive, Scope, Send, answer, declared_length
 from sllm_gateway.controller import Controller
 from sllm_gateway.events import EventWriter, Source
 from sllm_gateway.lookup import ROUTE_WAIT_S
@@ -46,8 +46,6 @@ from sllm_runtime.protocol.http import (
 )
 from sllm_runtime.protocol.node import Progress
 
-_JSON = [(b"content-type", b"application/json")]
-
 
 class Deploying:
     """The long operations."""
@@ -75,7 +73,7 @@ class Deploying:
         """Raises ``NotFound``."""
         if not await bundles.exists(self._bus, digest):
             raise NotFound(f"no bundle {digest} is stored")
-        await answer(send, 200, _JSON, b"")
+        await answer(send, 200, [JSON], b"")
 
     async def put_bundle(self, digest: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams the body into the store; its digest is checked on the way, and nothing is left of another one."""
@@ -85,7 +83,7 @@ class Deploying:
         if length is not None and length > limit:
             raise BodyTooLarge(f"the bundle has {length} bytes, more than {limit}; leave files out by .sllmignore")
         nbytes = await bundles.store(self._bus, digest, _chunks(receive), limit, most=self._settings.bundle_bytes)
-        await answer(send, 201, _JSON, BundleView(digest=digest, bytes=nbytes).model_dump_json().encode())
+        await answer(send, 201, [JSON], BundleView(digest=digest, bytes=nbytes).model_dump_json().encode())
 
     # --- deployments and models -------------------------------------------------------------------
     async def deploy(self, request: Request) -> Source:
@@ -162,7 +160,7 @@ class Deploying:
         async for piece in source:
             if piece.startswith(b"event: done\ndata: "):
                 result = piece.removeprefix(b"event: done\ndata: ").strip()
-                await answer(send, 200, _JSON, result)
+                await answer(send, 200, [JSON], result)
                 return
         raise InternalError("the operation ended without a result")
 

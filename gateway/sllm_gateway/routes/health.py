@@ -7,11 +7,10 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from sllm_gateway.asgi import Receive, Scope, Send, answer
+from sllm_gateway.asgi import JSON, Receive, Scope, Send, answer
 from sllm_gateway.metrics import Metrics
 
 _TEXT = [(b"content-type", b"text/plain; charset=utf-8")]
-_JSON = [(b"content-type", b"application/json")]
 
 
 class Live:
@@ -30,7 +29,7 @@ class Ready:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._problem()
         body = msgspec.json.encode({"ready": not problem, "problem": problem})
-        await answer(send, 503 if problem else 200, _JSON, body)
+        await answer(send, 503 if problem else 200, [JSON], body)
 
 
 class MetricsRoute:

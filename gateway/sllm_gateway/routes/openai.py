@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from sllm_gateway.arguments import IN_THREAD_BYTES
-from sllm_gateway.asgi import Receive, Scope, Send, answer
+from sllm_gateway.asgi import JSON, Receive, Scope, Send, answer
 from sllm_gateway.errors import quoted
 from sllm_gateway.keeping import wish_of
 from sllm_gateway.lookup import Lookup
@@ -134,7 +134,7 @@ class Models:
             view: object = {"object": "list", "data": data}
         else:
             view = _view(model, await find_model(self._lookup, model))
-        await answer(send, 200, [(b"content-type", b"application/json")], msgspec.json.encode(view))
+        await answer(send, 200, [JSON], msgspec.json.encode(view))
 
 
 def _ids(version: Version) -> list[str]:

@@ -11,8 +11,6 @@ PYTHON_HOME: Final = "opt/python"
 """Interpreter and standard library."""
 ENVIRONMENT: Final = "opt/sllm"
 """A virtual environment over it: packages, ours and third parties'."""
-INTERPRETER: Final = f"/{ENVIRONMENT}/bin/python"
-"""What runs in a container."""
 USER: Final = 65534
 """``nobody``: owns nothing in an image."""
 CONTAINERFILE: Final = "Containerfile"

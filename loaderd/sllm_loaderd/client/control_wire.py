@@ -123,7 +123,7 @@ class ControlWire:
         self,
         request: Any,
         kind: type[T],
-        deadline_s: float,
+        deadline_s: float = DEADLINE_S,
         *,
         report: Report | None = None,
         fds: Sequence[int] = (),

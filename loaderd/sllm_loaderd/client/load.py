@@ -95,9 +95,9 @@ class SessionLoad:
         self.index(timeout)
         return {name: data for name, data in self._files.items() if name != INDEX_NAME}
 
-    def blocks(self, timeout: float = DEADLINE_S) -> list[BlockRecord]:
+    def blocks(self) -> list[BlockRecord]:
         """Blocks of this partition; a block's number is its place."""
-        return rank_blocks(self.index(timeout), self.partition)
+        return rank_blocks(self.index(), self.partition)
 
     def attach(self, timeout: float = DEADLINE_S) -> PartitionMemory:
         """The partition's memory, all in place. No byte of a block may be touched before ``wait(block)``."""

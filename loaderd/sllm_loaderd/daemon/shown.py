@@ -11,10 +11,10 @@ from sllm_runtime.protocol.limits import MAX_MESSAGE
 from sllm_runtime.protocol.loader import LISTS, Status, fitting
 
 
-def shown(status: Status, recent: Iterable[str], room: int = MAX_MESSAGE) -> Status:
-    """``status`` of so many models as ``room`` bytes can tell of: those in memory, the ones used last first, then those
+def shown(status: Status, recent: Iterable[str]) -> Status:
+    """``status`` of so many models as a message can tell of: those in memory, the ones used last first, then those
     ``recent``, then the others by digest. A model is told of wholly or not at all."""
-    if len(pack(status)) <= room:
+    if len(pack(status)) <= MAX_MESSAGE:
         return status
     copies = status.ssd.copies if status.ssd is not None else ()
     empty = _of(status, set())
@@ -25,7 +25,7 @@ def shown(status: Status, recent: Iterable[str], room: int = MAX_MESSAGE) -> Sta
         *((part.model, part) for part in status.resident),
         *((copy[0], copy) for copy in copies),
     ]
-    there = fitting(models, parts, room - len(pack(empty)) - LISTS)
+    there = fitting(models, parts, MAX_MESSAGE - len(pack(empty)) - LISTS)
     return replace(_of(status, there), untold=len({model for model, _ in parts} - there))
 
 

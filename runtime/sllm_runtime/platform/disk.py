@@ -81,12 +81,11 @@ class DiskWatch:
         log_file: Path,
         restart: Callable[[], Awaitable[None]],
         *,
-        pauses: Pauses | None = None,
         clock: Callable[[], float] = time.monotonic,
         space: Callable[[Path], int] = free,
     ) -> None:
         self._directory, self._log_file, self._restart = directory, log_file, restart
-        self._pauses = pauses or Pauses()
+        self._pauses = Pauses()
         self._clock, self._space = clock, space
         self._read_to = _size(log_file)
         self._suspect = False

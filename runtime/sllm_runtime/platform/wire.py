@@ -29,10 +29,10 @@ _AGAIN_S: Final = 0.05
 class BlockingWire:
     """For threads: one thread receives, any may send (the caller serialises sends). Owns the socket."""
 
-    def __init__(self, sock: socket.socket, max_message: int = MAX_MESSAGE) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.fds = Descriptors()
-        self._splitter = Splitter(max_message)
+        self._splitter = Splitter()
         self._read_into = bytearray(READ_BYTES)
         self._ready: deque[bytes] = deque()
 
@@ -89,13 +89,13 @@ class AsyncWire:
     ``max_fds``: descriptors that may wait to be taken. 0 for a peer that is not trusted and has none to send.
     """
 
-    def __init__(self, sock: socket.socket, max_message: int = MAX_MESSAGE, *, max_fds: int = 4 * MAX_FDS) -> None:
+    def __init__(self, sock: socket.socket, *, max_fds: int = 4 * MAX_FDS) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.fds = Descriptors(max_fds)
         self._turn = 0
         self._loop = asyncio.get_running_loop()
-        self._splitter = Splitter(max_message)
+        self._splitter = Splitter()
         self._read_into = bytearray(READ_BYTES)
         self._ready: deque[bytes] = deque()
         self._out: deque[tuple[memoryview, list[int], bool]] = deque()

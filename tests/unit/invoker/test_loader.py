@@ -339,7 +339,7 @@ async def test_a_status_that_may_have_a_load_that_counts_as_unseen_is_not_told(t
                 told._unseen["one", 0] = True
             return answer
 
-        daemon.control.status = status  # type: ignore[method-assign, assignment]
+        daemon.control.status = status  # type: ignore[method-assign]
         await told._refresh(daemon.control)
         assert len(asked) == 2
         assert told._unseen == {("two", 0): False}

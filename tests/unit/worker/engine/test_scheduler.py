@@ -157,19 +157,43 @@ def test_long_prompts_that_come_together_are_done_one_after_the_other() -> None:
     assert sum(done) / len(done) < 0.8 * max(done)
 
 
-def test_a_long_prompt_is_not_passed_for_ever() -> None:
+def test_a_long_prompt_has_a_chunk_in_every_second_step_once_it_was_passed() -> None:
+    """Those that have less left, and come without end, would take all of each (0064)."""
     scheduler = Scheduler(Pages(200), Limits(prefill=64, quantum=32))
     long, short = scheduler.add(request(0, range(3000))), list[Sequence]()
     step(scheduler)
-    for number in range(1, 4 * STARVED):
+    steps = 4 * STARVED
+    for number in range(1, steps):
         first = 10_000 + 100 * number
         short += [scheduler.add(request(number, range(at, at + 32))) for at in (first, first + 50)]
         step(scheduler)
-        assert scheduler._step - long.served < 2 * STARVED, "others have come to wait as long"
+        if number < STARVED - 1:
+            assert long.computed == 64, "the others take all"
         for each in [each for each in short if each.produced]:
             scheduler.remove(each)
             short.remove(each)
-    assert 64 < long.computed < 64 + 8 * 32, "the others took all of most steps"
+    chunks = (long.computed - 64) // 32
+    assert (steps - STARVED) // 2 - 1 <= chunks <= (steps - STARVED) // 2 + 1, chunks
+
+
+def test_many_callers_with_short_prompts_do_not_keep_a_long_one_from_its_first_token() -> None:
+    """60 callers that ask again as soon as they are answered: their prompts alone are all that a step computes."""
+    scheduler, asked, callers = Scheduler(Pages(20_000), Limits()), 0, list[Sequence]()
+    long = None
+    for taken in range(400):
+        while len(callers) < 60:
+            asked += 1
+            callers.append(scheduler.add(request(asked, range(1000 * asked, 1000 * asked + 200))))
+        if taken == 100:
+            long = scheduler.add(request(0, range(10**8, 10**8 + 8000)))
+        step(scheduler)
+        for each in [each for each in callers if each.produced >= 30]:
+            scheduler.remove(each)
+            callers.remove(each)
+        if long is not None and long.produced:
+            break
+    assert long is not None
+    assert long.produced, f"{long.computed} of its 8000 tokens in 300 steps"
 
 
 def test_who_begins_takes_no_page_that_those_before_will_need() -> None:

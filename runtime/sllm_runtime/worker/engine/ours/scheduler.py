@@ -65,7 +65,7 @@ class Sequence:
     cached: int = 0
     """Of its prompt, those that were found and not computed."""
     served: int = 0
-    """The step that last computed a chunk of it, or began it."""
+    """The step that last computed a chunk of it, or began it; of one that was passed for STARVED, before it was."""
     worked: bool = False
     """Whether a chunk of it was computed."""
     had: int = 0
@@ -325,7 +325,9 @@ class Scheduler:
         if not grown:
             return 0
         chunks.append(Chunk(sequence, sequence.computed, count))
-        sequence.served, sequence.worked = self._step, True
+        if self._step - sequence.served < STARVED:  # else its turn in every second step stays, until it is done
+            sequence.served = self._step
+        sequence.worked = True
         sequence.had = max(sequence.had, sequence.computed + count)
         return count
 

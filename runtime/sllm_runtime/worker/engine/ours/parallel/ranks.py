@@ -36,10 +36,10 @@ class Ranks(Driver):
 
     def __init__(
         self, decoder: Decoder, numerics: Numerics, group: Group, links: Many[Edges], *, kv_bytes: int,
-        fingerprint: str, limits: Limits | None = None,
+        fingerprint: str,
     ) -> None:  # fmt: skip
         super().__init__(decoder, LayerRange(0, decoder.count), numerics, depth=1)
-        limits = limits or Limits()
+        limits = Limits()
         self._group = group
         self._links = links
         self._logits: torch.Tensor | None = None
