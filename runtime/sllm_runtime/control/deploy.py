@@ -22,6 +22,7 @@ from sllm_runtime.control.loop import STORE_S, Loop
 from sllm_runtime.control.minimums import crowded
 from sllm_runtime.control.models import DIGEST, NODES_WAIT_S, Models, Preparation, nodes_known
 from sllm_runtime.control.placement import unsatisfiable
+from sllm_runtime.control.plan import TAKE_S
 from sllm_runtime.control.providing.awaiting import longest_s
 from sllm_runtime.control.vault import Vault
 from sllm_runtime.control.view import Key, View
@@ -321,15 +322,19 @@ class Deployments:
         return model.result()
 
     async def _trial(self, deployment: Deployment, key: Key, manifest: Manifest) -> None:
-        """Wait until an instance is ready. The node bounds its start; here waiting for capacity is bounded."""
+        """Wait until an instance is ready. The node bounds its start; here waiting for capacity is bounded, and for one
+        that a node has begun: where its secrets are not had it is given up and placed anew, on node after node."""
         deployment.tell = lambda: trial_progress(self._loop.view, key)
         capacity = time.monotonic()
         while await self._loop.until(key[0], lambda view: verdict(view, key), CAPACITY_LOOK_S) is None:
             view, now = self._loop.view, time.monotonic()
-            if any(instance.live for instance in view.of(key)):
+            there = [instance for instance in view.of(key) if instance.live]
+            most = max(manifest.queue_timeout, longest_s(view, key)) + (TAKE_S if there else 0.0)
+            if any(instance.acked or instance.seen is not None for instance in there):
                 capacity = now
-            elif now - capacity >= max(manifest.queue_timeout, longest_s(view, key)):
-                why = view.why(key, "no capacity")
+            elif now - capacity >= most:
+                refused = (said.reason for (which, _), said in view.refused.items() if which == key)
+                why = view.why(key, next(refused, "no capacity"))
                 text = f"no instance of {key[0]!r} could be placed within {manifest.queue_timeout:g} s: {why}"
                 raise NoCapacity(text, stage="placement")
 

@@ -23,7 +23,7 @@ from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.placement import Policy
 from sllm_runtime.control.plan import REPEAT_S, Action, Context, SendStart, SendStop, plan
 from sllm_runtime.control.reports import departed, observe, pressing, still
-from sllm_runtime.control.view import Key, Refusal, View
+from sllm_runtime.control.view import Instance, Key, Refusal, View
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.owned import Tasks
@@ -31,7 +31,7 @@ from sllm_runtime.protocol import limits, subjects
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, StaleTerm, Unavailable
 from sllm_runtime.protocol.events import Event
 from sllm_runtime.protocol.node import NodeStatus
-from sllm_runtime.protocol.records import Route
+from sllm_runtime.protocol.records import Route, VersionRecord
 
 log = logging.getLogger(__name__)
 
@@ -339,13 +339,25 @@ class Loop:
             await self._ledger.settled(REPEAT_S, subjects.instance_key(name))
 
     async def _start(self, action: SendStart) -> None:
-        instance = self.view.instances.get(action.instance)
-        version = self.view.versions.get(instance.key) if instance is not None else None
-        if instance is None or version is None or instance.ended or instance.stop is not None:
+        found = self._wanted(action.instance)
+        if found is None:
             return
+        secrets = await self._nodes.secrets(found[1])
+        found = self._wanted(action.instance)  # meanwhile it may have ended, or a sending before this one given it up
+        if found is None:
+            return
+        instance, version = found
         key = instance.key
         model, adapters = self.view.model_of(key), self.view.adapters_of(key)
-        await self._nodes.start(instance, version, model, adapters, self.view.learned.proofs.get(key, ()))
+        await self._nodes.start(instance, version, model, adapters, secrets, self.view.learned.proofs.get(key, ()))
+
+    def _wanted(self, name: str) -> tuple[Instance, VersionRecord] | None:
+        """An instance that is to start, and its version."""
+        instance = self.view.instances.get(name)
+        version = self.view.versions.get(instance.key) if instance is not None else None
+        if instance is None or version is None or instance.ended or instance.stop is not None:
+            return None
+        return instance, version
 
     async def _check_term(self, error: StaleTerm) -> None:
         """A node refuses our term. Only if another controller has really been elected do we step down."""

@@ -49,10 +49,11 @@ class Nodes:
         version: VersionRecord,
         model: ModelRecord | None,
         adapters: Mapping[str, ModelRecord],
+        secrets: Secrets,
         proofs: tuple[str, ...] = (),
     ) -> None:
         """Begin ``instance``; ``proofs`` are of others of its version. Raises what the node answers: ``NoCapacity``,
-        ``StaleTerm`` …; ``StartFailed`` where one of its secrets is gone."""
+        ``StaleTerm`` …"""
         command = StartInstance(
             term=self._term,
             instance=instance.record.instance,
@@ -64,13 +65,14 @@ class Nodes:
             model=model,
             adapters=_lean(adapters),
             gpus=instance.gpus,
-            secrets=await self._secrets(version),
+            secrets=secrets,
             content=version.content,
             proofs=proofs,
         )
         await self._bus.call(node_command(instance.record.node, "start"), command, Ok, timeout_s=COMMAND_S)
 
-    async def _secrets(self, version: VersionRecord) -> Secrets:
+    async def secrets(self, version: VersionRecord) -> Secrets:
+        """What its instances are started with. Raises ``StartFailed`` where one is gone; ``Unavailable``."""
         try:
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 return await self._vault.read(version.manifest.secrets)

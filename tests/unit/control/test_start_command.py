@@ -47,7 +47,7 @@ async def test_adapters_with_many_sources_fit_the_command() -> None:
     records = {name: view.models[digest] for name, digest in digests.items()}
     instance = cast(Instance, SimpleNamespace(record=SimpleNamespace(instance="i", node="n"), gpus=()))
     nodes = Nodes(cast(Any, Bus()), cast(Any, None), 1, cast(Any, Vault()))
-    await nodes.start(instance, made, None, records)
+    await nodes.start(instance, made, None, records, await nodes.secrets(made))
     (command,) = sent
     for number, adapter in enumerate(command.adapters.values()):
         assert adapter.sources[-1] == place(number, RELEASES - 1), "the newest places stay"

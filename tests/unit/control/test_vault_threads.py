@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from sllm_runtime.control import deploy, nodes
+from sllm_runtime.control import deploy, nodes, plan
 from sllm_runtime.control.vault import DirectoryVault
-from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.errors import SllmError, Unavailable
 from sllm_runtime.protocol.states import InstanceState
+from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench, manifest
+from tests.unit.control.scripted_node import ScriptedNode
 
 
 async def test_looks_that_were_given_up_take_no_thread_of_others(
@@ -67,3 +69,60 @@ async def test_a_start_whose_secrets_are_not_had_says_so(
             answers.set()
     await asking
     await until(lambda: bench.node.starts, what="it is started once they are there again")
+
+
+async def test_a_start_that_was_given_up_for_its_secrets_is_not_begun_when_they_come(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start is sent again while the first sending still waits for the secrets: where that one gives up, the instance
+    is placed anew, and its node is not to begin what nobody wants any more."""
+    await bench.controller.service._vault.put("token", b"x")
+    await bench.gateway.deploy(manifest(secrets=["token"], min_instances=0))
+    answers, asked = threading.Event(), 0
+    real = DirectoryVault._read
+
+    def hangs(self: DirectoryVault, names: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        answers.wait(30)
+        return real(self, names)
+
+    (first,) = bench.live()
+    bench.node.starts.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(nodes, "RPC_TIMEOUT_S", 1.5)
+        patched.setattr(DirectoryVault, "_read", hangs)
+        bench.node.put(first, InstanceState.FAILED)
+        await bench.none_left()
+        asking = asyncio.create_task(bench.gateway.acquire())
+        try:
+            await until(lambda: asked == 2, what="it is sent again")
+            (given_up,) = bench.live()
+            await until(lambda: given_up not in bench.live(), what="the first sending gave up")
+        finally:
+            answers.set()
+        await asking
+    await until(lambda: bench.node.starts, what="another one is started")
+    assert given_up not in {command.instance for command in bench.node.starts}
+
+
+async def test_a_trial_whose_secrets_never_come_has_an_end(
+    bench: Bench, nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its instance is given up and placed anew for as long as they do not: no reason to wait for ever."""
+
+    class Hanging:
+        async def read(self, names: Any) -> Any:
+            await asyncio.Event().wait()
+
+    await bench.controller.service._vault.put("token", b"x")
+    monkeypatch.setattr(bench.controller.loop._nodes, "_vault", Hanging())
+    monkeypatch.setattr(nodes, "RPC_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(plan, "TAKE_S", 3.0)
+    monkeypatch.setattr(deploy, "TAKE_S", 3.0)
+    async with ScriptedNode(await nats.bus("n2"), "n2") as other:
+        await until(lambda: "n2" in bench.controller.loop.view.nodes, what="both nodes are known")
+        with pytest.raises(SllmError, match="secrets cannot be read"):
+            await asyncio.wait_for(bench.gateway.deploy(manifest(secrets=["token"], queue_timeout=1)), 20)
+        assert not bench.node.starts
+        assert not other.starts

@@ -11,6 +11,7 @@ import msgspec
 
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
 from sllm_runtime.control.placement import ends_late
+from sllm_runtime.control.scheduling.learned import Recent
 from sllm_runtime.control.scheduling.prediction import Estimate
 from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, View
 from sllm_runtime.protocol.loader import DISK, is_link, path_of, unused_bandwidth
@@ -58,6 +59,8 @@ class Server(msgspec.Struct, frozen=True, eq=False, dict=True):
     instances: Mapping[str, Instance]
     stored: Stored
     paths: Mapping[str, PathLoad]
+    disk: Mapping[str, Recent]
+    """What was known of disks when ``paths`` were made."""
     spare: Mapping[str, tuple[Gpu, ...]]
     """Free accelerators by kind in lower case; ``ANY_GPU``: all of them."""
     yielding: tuple[Instance, ...]
@@ -172,7 +175,8 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
     capacity = free(view, node)
     assert capacity is not None
     stored = Stored.of(status, before.stored if before is not None else None)
-    if before is not None and before.status is status:
+    disk = view.learned.disk
+    if before is not None and before.status is status and before.disk is disk:
         paths = before.paths
     else:
         paths = {path.path: _known(view, name, path) for path in status.paths} or EMPTY
@@ -186,6 +190,7 @@ def server(view: View, node: Node, status: NodeStatus, before: Server | None = N
         instances=there,
         stored=stored,
         paths=paths,
+        disk=disk,
         spare=_by_kind(capacity.gpus),
         yielding=tuple(yielding),
         working=tuple(working),

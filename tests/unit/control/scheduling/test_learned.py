@@ -141,6 +141,16 @@ def test_of_a_disk_that_served_no_start_its_like_tell_as_much_as_a_probe() -> No
     assert expected[store.path] == store
 
 
+def test_what_was_learned_of_disks_counts_also_where_a_node_has_not_reported_since() -> None:
+    """As in an index that is made anew: `explain` looks in one."""
+    view = cluster(node("a", paths=(PathLoad(path=DISK, bandwidth=1e9, queued=0),)))
+    servers = Servers()
+    servers.of(view)
+    view = replace(view, learned=Learned().served("b", 1.44e9))
+    view = view.put_node(replace(view.nodes["a"], left=True))  # or anything placed there
+    assert servers.of(view)["a"].paths == Servers().of(view)["a"].paths
+
+
 NO_TIMES = (math.nan, math.inf, -math.inf, -1.0, 1e30)
 
 
