@@ -261,6 +261,8 @@ class Detached:
                     run.held.set()
                 await self._write_again(run, frames)
                 await self._follow(run)
+                call.held.clear()  # half a value that nobody will have: to write the end may take its time
+                self._calls.stored(call)
                 call.settle()
                 stopped = self._calls.draining and isinstance(call.error, Draining)
                 if not stopped:  # else its next life goes on with it

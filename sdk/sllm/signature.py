@@ -102,24 +102,8 @@ def input_schema(target: Any) -> dict[str, Any]:
     return _schema(function, fields, extra, sorted(filled))
 
 
-_NO_KEYS = frozenset(("tuple", "list", "set", "frozenset", "dict"))
-
-
 class _Schemas(GenerateJsonSchema):
-    """Pydantic's, but that flags come together, too. Raises ``TypeError`` for values that no call could bring."""
-
-    def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
-        found = super().literal_schema(schema)
-        sent = found.get("enum", [found.get("const")])
-        for value, text in zip(schema["expected"], sent, strict=True):
-            if value != text:  # pydantic compares: a plain Enum's member is not its value
-                raise TypeError(f"Literal[{value}] is equal to no JSON value; take the Enum itself, or a StrEnum's.")
-        return found
-
-    def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
-        if (kind := schema.get("keys_schema", {}).get("type")) in _NO_KEYS:
-            raise TypeError(f"the keys of a JSON object are texts, and no text becomes a {kind}.")
-        return super().dict_schema(schema)
+    """Pydantic's, but that flags come together, too."""
 
     def enum_schema(self, schema: core_schema.EnumSchema) -> JsonSchemaValue:
         found = super().enum_schema(schema)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ _COMMANDING: Final = (
 _ONE_LINE: Final = {code: chr(code).encode("unicode_escape").decode() for code in _COMMANDING}
 _JSON: Final = {code: f"\\u{code:04x}" for code in _COMMANDING if code >= 0x7F}
 """JSON escapes the others itself."""
+_NUMBER: Final = re.compile(r"\d+")
 _LINES: Final = {code: shown for code, shown in _ONE_LINE.items() if chr(code) not in "\t\n"}
 
 
@@ -149,13 +151,13 @@ def _red(word: str) -> str:
 
 
 class Progress:
-    """Shows stages with bytes and rate on a terminal; one line a stage elsewhere, and one more where it
-    is said later what it waits for."""
+    """Shows stages with bytes and rate on a terminal; elsewhere one line a stage, and one for each message within it
+    that says more than other numbers."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self._title = one_line(title)
         self._quiet = quiet
-        self._stage = self._message = ""
+        self._stage = self._said = ""
         self._since, self._from = 0.0, 0
         self._bar: Any = None
         self._task: Any = None
@@ -168,13 +170,15 @@ class Progress:
             return
         label = one_line(f"{self._title}: {view.message or view.stage}")
         if self._bar is None:
-            if view.stage != self._stage or (view.message and not self._message):
+            said = _NUMBER.sub("", view.message)
+            if view.stage != self._stage or (said and said != self._said):
+                self._said = said
                 note(label + (f" ({show_bytes(view.total)})" if view.total and view.unit == "B" else ""))
         else:
             size = f"{show_bytes(view.done)}/{show_bytes(view.total)}" if view.total and view.unit == "B" else ""
             size += self._rate(view) if size else ""
             self._bar.update(self._task, description=label, completed=view.done, total=view.total or None, size=size)
-        self._stage, self._message = view.stage, view.message
+        self._stage = view.stage
 
     def _rate(self, view: ProgressView) -> str:
         """Bytes a second since this stage began; empty where nothing came yet."""

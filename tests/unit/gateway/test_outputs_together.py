@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sllm_gateway import settings as settings_module
+from sllm_gateway.detached import Detached
 from sllm_gateway.events import EventWriter
 from sllm_gateway.journal import Journal
 from sllm_gateway.replay import Whole
@@ -16,7 +17,7 @@ from sllm_runtime.protocol.calls import Entry
 from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.frames import FrameKind, Ids
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, entry, manifest, world
 from tests.unit.gateway.test_kept_calls import ASYNC, engine, reaches
 
@@ -271,6 +272,34 @@ async def test_what_came_of_a_call_that_has_failed_takes_no_room_once_its_caller
         go_on.set()
         assert answer.status_code == 504, answer.text
         assert (collected, frames) == (0, [0])
+
+
+async def test_half_a_value_of_a_kept_call_that_has_failed_takes_no_room_while_its_end_is_written(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetStream may have no leader for as long as it likes: nobody will have that value."""
+    ended, go_on, write = asyncio.Event(), asyncio.Event(), Detached.end
+
+    async def late(self: Detached, *args: Any) -> None:
+        ended.set()
+        await go_on.wait()
+        await write(self, *args)
+
+    async def hangs(run: Run) -> None:
+        for number in range(7):
+            run.outbox.push(FrameKind.OUTPUT, b"x" * (MIB // 8) if number else b'"', more=True)
+            run.node.flush(run)
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Detached, "end", late)
+    async with world(nats, max_output=MIB, outputs=3 * MIB) as w:
+        await w.deploy(manifest("hangs", streams=False, idle_timeout=1.0), entry(), script=hangs)
+        assert (await w.http.post("/fn/hangs", json={}, headers=ASYNC)).status_code == 202
+        await asyncio.wait_for(ended.wait(), GIVE_UP_S)
+        collected = w.gateway.calls._open.collected
+        held = sum(len(frame.data) for call in w.gateway.calls._open.values() for frame in (*call.held, *call.frames))
+        go_on.set()
+        assert (collected, held) == (0, 0)
 
 
 async def test_to_ask_how_calls_stand_that_have_not_ended_takes_no_room(

@@ -175,9 +175,22 @@ def test_errors_and_notes_command_no_terminal(gateway: Gateway) -> None:
 
 
 def test_a_stage_that_says_later_what_it_waits_for_is_shown_so(gateway: Gateway) -> None:
-    steps = ({"stage": "sandbox"}, {"stage": "sandbox", "message": "pip"}, {"stage": "sandbox", "message": "pip, 2 s"})
+    steps = (
+        {"stage": "sandbox"},
+        {"stage": "sandbox", "message": "pip, 1 s"},
+        {"stage": "sandbox", "message": "pip, 2 s"},
+    )
     gateway.will(Answer((*(sse(step, event="progress") for step in steps), sse("ok", id=0), DONE)))
-    assert here("fn", "invoke", "chat").stderr.splitlines() == ["chat: sandbox", "chat: pip"]
+    assert here("fn", "invoke", "chat").stderr.splitlines() == ["chat: sandbox", "chat: pip, 1 s"]
+
+
+def test_a_stage_that_waits_no_longer_is_not_left_as_waiting(gateway: Gateway) -> None:
+    """As ``images.ensure`` tells it: requirements are installed for minutes."""
+    said = ("", "another image is waited for", "requirements: a", "requirements: a", "node in 40 s", "node in 39 s")
+    steps = ({"stage": "sandbox", **({"message": each} if each else {})} for each in said)
+    gateway.will(Answer((*(sse(step, event="progress") for step in steps), sse("ok", id=0), DONE)))
+    shown = ["sandbox", "another image is waited for", "requirements: a", "node in 40 s"]
+    assert here("fn", "invoke", "chat").stderr.splitlines() == [f"chat: {each}" for each in shown]
 
 
 def test_what_a_function_answers_and_logs_is_its_own(gateway: Gateway) -> None:

@@ -246,23 +246,3 @@ def test_what_can_be_deployed_can_be_called(hint: Any, given: Any) -> None:
     body = {"value": given}
     assert jsonschema_rs.is_valid(signature.input_schema(function), body)
     Arguments(function).parse(json.dumps(body).encode())
-
-
-@pytest.mark.parametrize(
-    ("hint", "said"),
-    [
-        (Literal[Colour.A], "take the Enum itself"),
-        (list[Literal["b", Colour.A]], "take the Enum itself"),
-        (Literal[b"a"], "equal to no JSON value"),
-        (dict[tuple[int, int], str], "no text becomes a tuple"),
-        (dict[frozenset[int], str], "no text becomes a frozenset"),
-    ],
-)
-def test_what_no_call_could_bring_is_not_deployed(hint: Any, said: str) -> None:
-    """It was, and each call was told that its argument should be what nobody can send."""
-
-    def function(value: Any) -> None: ...
-
-    function.__annotations__["value"] = hint
-    with pytest.raises(InvalidManifest, match=said):
-        signature.input_schema(function)
