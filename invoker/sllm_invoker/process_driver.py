@@ -305,8 +305,14 @@ class ProcessDriver:
     def _server_ended(self) -> None:
         for sandbox in list(self._living.values()):
             sandbox.on_server_end()
-        self._on_end()
         self._ended.set()
+        self._look()
+
+    def _look(self) -> None:
+        try:
+            self._on_end()
+        except OSError as error:  # no descriptor is left, or what was left is another user's: the next look goes on
+            log.warning("what a fork server left is not ended: %s", error)
 
     async def _sweep(self) -> None:
         """A worker ends after its fork server, and what it had detached comes to this process only then."""
@@ -317,7 +323,7 @@ class ProcessDriver:
             until = loop.time() + KILLED_S
             while loop.time() < until:
                 await asyncio.sleep(_SWEEP_S)
-                self._on_end()
+                self._look()
 
     async def close(self) -> None:
         """Kill the fork server and with it every worker."""

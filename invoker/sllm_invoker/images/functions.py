@@ -52,8 +52,8 @@ class FunctionImages:
     async def _named(self, image: str, requirements: Sequence[str]) -> str:
         if requirements:
             raise ImageFailed("image and requirements do not go together: install them in the image", field="image")
-        # Its name may be another's by the next start: containers wait by what it names now.
-        found = "" if image.startswith("-") else await self._images.identity(image)
+        there = not image.startswith("-") and await self._images.has_image(image)
+        found = await self._images.identity(image) if there else ""  # its name may be another's by the next start
         if not found:
             text = f"image {image!a:.200} is not on this node: pull or load it with the node's container engine"
             raise ImageFailed(text, field="image")

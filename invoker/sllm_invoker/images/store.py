@@ -42,7 +42,7 @@ class Store:
         return any(each.strip("[]").endswith(f"@{digest}") for each in said.split())
 
     async def identity(self, reference: str) -> str:
-        """By the words by which the engine runs it: a list of images has all tags of a name, and none by its id."""
+        """By the words by which the engine runs it: a list of images has all tags of a name."""
         try:
             said = await self._engine.command("image", "inspect", "--format", "{{.Id}}", reference)
         except Unavailable as error:

@@ -9,9 +9,9 @@ def sendable(text: str) -> str:
 
 
 def lacks_memory(raised: BaseException) -> bool:
-    """Whether user code was given no more memory, by Python or by torch."""
-    text = words_of(raised)
-    return isinstance(raised, MemoryError) or "can't allocate memory" in text or "not enough memory" in text
+    """Whether user code was given no more memory, by Python or by torch. By what torch's words begin with: who passes
+    them on may tell of another function's."""
+    return isinstance(raised, MemoryError) or words_of(raised).startswith("RuntimeError: [enforce fail at alloc")
 
 
 def words_of(raised: BaseException) -> str:

@@ -1,6 +1,7 @@
 """Sandboxes as real processes: warm, killed, dead by themselves, and nothing of theirs left behind."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -211,3 +212,22 @@ def test_the_pid_behind_a_pidfd() -> None:
         assert process_driver.host_pid(pidfd) == os.getpid()
     finally:
         os.close(pidfd)
+
+
+async def test_what_is_left_is_looked_for_again_when_a_look_fails() -> None:
+    """No descriptor may be left for it just then."""
+    looks = list[int]()
+
+    def look() -> None:
+        looks.append(made.fork_server_pid)
+        if len(looks) in (1, 3):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    made = ProcessDriver(dict(os.environ), argv=ZYGOTE, isolate=False, on_end=look)
+    await made.start()
+    try:
+        await made.ready()
+        os.kill(made.fork_server_pid, signal.SIGKILL)
+        await until(lambda: len(looks) > 5, what="it goes on")
+    finally:
+        await made.close()

@@ -8,6 +8,7 @@ import pytest
 
 from sllm.cli.load import one as find
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.worker.calls import described
 from sllm_runtime.worker.local import run_local
 from tests.unit.worker.harness import Worker, bundle_of, manifest
 
@@ -39,3 +40,29 @@ def test_what_setup_raises_here_is_what_it_raised(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(AWAY)
     with pytest.raises(Unavailable):
         run_local(find(f"{tmp_path / 'user.py'}::Fn"), {})
+
+
+WRAPS = SAYS.replace("def setup(self) -> None:\n        raise", "def __call__(self) -> int:\n        other =").replace(
+    """.to_error()
+
+    def __call__(self) -> int:
+        return 1
+""",
+    """.to_error()
+        try:
+            raise other
+        except Exception as error:
+            raise RuntimeError(f"embedding failed: {error}") from error
+""",
+)
+
+
+def test_anothers_lack_of_memory_is_not_this_ones_in_a_call(worker: Worker, tmp_path: Path) -> None:
+    worker.start(manifest("user:Fn", "class"), bundle_of({"user.py": WRAPS}), workdir=tmp_path)
+    message = worker.run({}).error.message
+    assert message.startswith("RuntimeError: embedding failed")
+    assert message.count("raise memory=") == 1, "what the other one said"
+
+
+def test_who_speaks_of_memory_does_not_lack_it() -> None:
+    assert "raise memory=" not in described(ValueError("no machine fits: not enough memory slots")).message
