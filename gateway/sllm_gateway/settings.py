@@ -17,7 +17,7 @@ from sllm_runtime.protocol.errors import InvalidRequest
 class GatewaySettings(Settings):
     """Times are seconds, sizes bytes."""
 
-    gateway: str = "g1"
+    gateway: str = Field(default="g1", max_length=80, pattern=r"^[A-Za-z0-9_-]+$")
     """Its id: one subject token, unique among the gateways of a cluster."""
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535)

@@ -64,7 +64,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 def parse_labels(text: str) -> dict[str, str]:
     """Labels from ``"zone=a,disk=nvme"``. Raises ``InvalidRequest``."""
-    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    pairs = [[word.strip() for word in part.partition("=")] for part in text.split(",") if part.strip()]
     bad = [key for key, equals, _value in pairs if not key or not equals]
     if bad:
         raise InvalidRequest(f"SLLM_LABELS: {bad[0]!r} is no label; write for example 'zone=a,disk=nvme'")

@@ -53,7 +53,7 @@ class ControllerSettings(ProviderSettings):
     """``SLLM_CONTROLLER``: its identity where no identity file says it. ``SLLM_POLICY``: how nodes are chosen, one of
     ``scheduling.policies.POLICIES``."""
 
-    controller: str = "controller"
+    controller: str = Field(default="controller", max_length=80, pattern=r"^[A-Za-z0-9_-]+$")
     secrets: Path | None = None
     """Directory of the platform's secrets; default: in ``home``. All its controllers need the same, or one key."""
     secrets_key: Path | None = None

@@ -8,6 +8,7 @@ import random
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import nats.errors
 import nats.js.errors
@@ -134,7 +135,7 @@ def connection_options(settings: Settings, identity: str, kind: str) -> dict[str
         raise InvalidRequest(f"SLLM_IDENTITY_FILE is for {who.identity}, this is {identity}")
     kind = (who.kind if who is not None else "") or kind or subjects.NODE
     options: dict[str, Any] = {
-        "servers": settings.nats_url.split(","),
+        "servers": _servers(settings.nats_url),
         "inbox_prefix": subjects.inbox(kind, identity),
         "max_reconnect_attempts": -1,
         # Spread, so that a restarted server does not meet all of them in the same millisecond.
@@ -150,6 +151,23 @@ def connection_options(settings: Settings, identity: str, kind: str) -> dict[str
         options["user_credentials"] = str(settings.nats_creds)
     context = tls_context(settings)
     return options | ({"tls": context} if context else {})
+
+
+def _servers(said: str) -> list[str]:
+    """Raises ``InvalidRequest`` for what names no server."""
+    urls = [url.strip() for url in said.split(",") if url.strip()]
+    for url in urls:
+        try:
+            parts = urlsplit(url if "://" in url else f"nats://{url}")
+            names_one = bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is none
+            names_one = False
+        if not names_one:
+            text = f"SLLM_NATS_URL: {url!r} is no NATS server; write nats://host:port"
+            raise InvalidRequest(text, field="SLLM_NATS_URL")
+    if not urls:
+        raise InvalidRequest("SLLM_NATS_URL names no NATS server; write nats://host:port", field="SLLM_NATS_URL")
+    return urls
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:

@@ -190,6 +190,7 @@ def specs(
         "SLLM_HOME": str(options.home),
         "SLLM_NATS_URL": server.url if server else str(options.nats_url),
         "SLLM_DRAIN": str(drain_s(environment)),
+        "SLLM_NODE_DRAIN": "0",  # its controller ends before a node does: nobody would move what runs there
     }
     found = [_nats(server)] if server else []
     store = {"SLLM_NATS_STORE": str(server.directory)} if server else {}
@@ -257,7 +258,7 @@ def _node(
     loader = shared | {"SLLM_DATA": str(directory / "loaderd"), "SLLM_SOCKET": str(socket)}
     others = (layout.data / "nodes", layout.data / "logs", layout.far_sockets)
     private = [str(path) for path in (layout.nats, layout.token, layout.secrets, *others)]
-    private += [str(layout.pool), *json.loads(base.get("SLLM_PRIVATE") or "[]")]
+    private += [str(layout.pool), *more_private(base)]
     if key := base.get("SLLM_SECRETS_KEY"):
         private.append(str(Path(key).absolute()))
     invoker = shared | {"SLLM_DATA_DIR": str(directory / "invoker"), "SLLM_PRIVATE": json.dumps(private)}
@@ -272,10 +273,19 @@ def _share(base: Mapping[str, str], nodes: int, *, first: bool) -> dict[str, str
     much, and which, each has."""
     if nodes == 1:
         return {}
-    memory = control_groups.memory() // nodes
-    given = {"SLLM_MEMORY": str(memory), "SLLM_POOL_BYTES": str(memory // 2)}
+    # Of which its loaderd's pool has half by itself, as of what is said.
+    memory = {} if base.get("SLLM_MEMORY") else {"SLLM_MEMORY": str(control_groups.memory() // nodes)}
     gpus = {} if first or "SLLM_GPUS" in base else {"SLLM_GPUS": "", "SLLM_CUDA_DEVICES": ""}
-    return gpus | {key: value for key, value in given.items() if key not in base}
+    return gpus | memory
+
+
+class _Private(Settings):
+    private: tuple[Path, ...] = ()
+
+
+def more_private(environment: Mapping[str, str]) -> list[str]:
+    """What ``SLLM_PRIVATE`` says that functions must not see. Raises ``InvalidRequest``."""
+    return [str(path) for path in _Private.load({"SLLM_PRIVATE": environment.get("SLLM_PRIVATE", "")}).private]
 
 
 def _daemon(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -26,7 +27,7 @@ from sllm_runtime.platform.running import Lock, Running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.spawned import end_all, spawned
 from sllm_runtime.platform.supervise import Supervisor
-from sllm_runtime.protocol.errors import Conflict, SllmError, StartFailed
+from sllm_runtime.protocol.errors import Conflict, InvalidRequest, SllmError, StartFailed
 from sllm_runtime.protocol.quantities import show_bytes
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Platform:
     def __init__(self, options: Options, environment: Mapping[str, str], report: Report) -> None:
         self.options = options
         self.layout = Layout(options.data)
-        self.token = environment.get("SLLM_TOKEN") or secrets.token_urlsafe(32)
+        self.token = token(environment)
         self._environment = environment
         self._report = report
         self._supervisor: Supervisor | None = None
@@ -166,6 +167,15 @@ class Platform:
                 await asyncio.to_thread(release, self.options.home, self._profile, self.options.url, self.token)
 
 
+def token(environment: Mapping[str, str]) -> str:
+    """``SLLM_TOKEN``, else a fresh one. Raises ``InvalidRequest`` for one that no client could send."""
+    said = environment.get("SLLM_TOKEN") or secrets.token_urlsafe(32)
+    if not (said.isascii() and said.isprintable() and said.strip()):
+        text = "SLLM_TOKEN holds a line end or another character that no token has (printable ASCII only), or nothing"
+        raise InvalidRequest(text, field="SLLM_TOKEN")
+    return said
+
+
 def require_disk(options: Options) -> str:
     """Raise ``Unavailable`` where the embedded server has no room; a warning where it may run out of it, or ""."""
     if options.nats_url:
@@ -181,13 +191,18 @@ def require_disk(options: Options) -> str:
 
 
 def require_port(host: str, port: int) -> None:
-    """Raise ``Conflict`` if nothing new can listen on ``host:port``."""
+    """Raise ``Conflict`` if nothing new can listen on ``host:port``, ``InvalidRequest`` where ``host`` is another
+    machine's, or nobody's."""
+    if not host:  # which would be any of them, and none that can be asked
+        raise InvalidRequest("--host is empty; leave it out, or name an address of this machine", field="host")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise InvalidRequest(f"--host {host!r} is no address of this machine", field="host") from error
             raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port") from error
 
 

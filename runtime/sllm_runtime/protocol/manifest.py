@@ -255,6 +255,12 @@ class Manifest(Resources):
             )
         return value
 
+    @field_validator("image", mode="before")
+    @classmethod
+    def _no_image(cls, value: Any) -> Any:
+        """An empty text names none."""
+        return None if value == "" else value
+
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, data: Any) -> Any:

@@ -299,6 +299,8 @@ async def test_the_daemon_serves_drains_and_ends_with_its_parent(nats: Nats) -> 
         ({"SLLM_HOST": "0.0.0.0"}, "SLLM_TOKEN_FILE"),
         ({"SLLM_TOKEN_FILE": "/nonexistent"}, "cannot read"),
         ({"SLLM_PORT": "x"}, "SLLM_PORT"),
+        ({"SLLM_GATEWAY": "gw.example.com"}, "SLLM_GATEWAY"),
+        ({"SLLM_NATS_URL": "nats://127.0.0.1:99999"}, "SLLM_NATS_URL"),
     ],
 )
 async def test_a_wrong_setting_is_named_at_once(env: dict[str, str], says: str) -> None:

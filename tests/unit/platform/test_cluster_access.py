@@ -127,6 +127,18 @@ async def test_nobody_there_is_one_clear_error() -> None:
         await Bus.connect(Settings.load({"SLLM_NATS_URL": url, "SLLM_NATS_TIMEOUT": "0.5"}), "n1", name="test")
 
 
+async def test_an_empty_place_among_urls_is_none() -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    with pytest.raises(Unavailable, match="no NATS server at"):
+        await Bus.connect(Settings.load({"SLLM_NATS_URL": f" {url} ,", "SLLM_NATS_TIMEOUT": "0.5"}), "n1", name="test")
+
+
+@pytest.mark.parametrize("url", ["nats://127.0.0.1:99999", "nats://127.0.0.1:4222,nats://", "a:b"])
+async def test_what_names_no_server_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="SLLM_NATS_URL"):
+        await Bus.connect(Settings.load({"SLLM_NATS_URL": url, "SLLM_NATS_TIMEOUT": "0.5"}), "n1", name="test")
+
+
 async def test_no_url_says_what_to_do() -> None:
     with pytest.raises(InvalidRequest, match="sllm up"):
         await Bus.connect(Settings.load({}), "n1", name="test")

@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_invoker.settings import InvokerSettings
+from sllm_loaderd.daemon.settings import LoaderSettings
+from sllm_runtime.platform import control_groups
 from sllm_runtime.platform.local import Layout, Options, node_specs, prepare, specs
 from sllm_runtime.platform.supervise import ChildSpec
+from sllm_runtime.platform.up import Platform, require_port
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest
 
@@ -163,3 +167,43 @@ def test_the_key_of_secrets_is_hidden_from_functions(tmp_path: Path) -> None:
     found = made(options(tmp_path / "run", nodes=2), {"SLLM_SECRETS_KEY": str(tmp_path / "key")})
     for name in ("n1", "n2"):
         assert str(tmp_path / "key") in json.loads(found[f"invoker-{name}"].env["SLLM_PRIVATE"])
+
+
+@pytest.mark.parametrize("environment", [{"SLLM_MEMORY": "4GiB"}, {"SLLM_MEMORY": ""}, {"SLLM_POOL_BYTES": ""}, {}])
+def test_of_what_each_of_several_nodes_has_its_pool_takes_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    """The invoker offers what the pool leaves: half of a larger machine would leave nothing (docs/loaderd.md)."""
+    monkeypatch.setattr(control_groups, "memory", lambda: 64 * 2**30)
+    found = made(options(tmp_path / "run", nodes=2), environment)
+    each = 4 * 2**30 if environment.get("SLLM_MEMORY") else 32 * 2**30
+    for name in ("n1", "n2"):
+        assert InvokerSettings.load(found[f"invoker-{name}"].env).memory == each
+        assert LoaderSettings.load(found[f"loaderd-{name}"].env).pool_bytes == each // 2
+
+
+def test_nodes_that_stop_with_their_platform_wait_for_nobody_to_move_what_they_run(tmp_path: Path) -> None:
+    """The controller has ended before them: they would be killed, and be in the middle of it."""
+    spec = made(options(tmp_path / "run"), {"SLLM_NODE_DRAIN": "30"})["invoker-n1"]
+    assert spec.grace_s > InvokerSettings.load(spec.env).node_drain
+
+
+def test_more_that_functions_must_not_see_is_read_as_daemons_read_it(tmp_path: Path) -> None:
+    private = made(options(tmp_path / "a"), {"SLLM_PRIVATE": "/keys, /more"})["invoker-n1"].env["SLLM_PRIVATE"]
+    assert {"/keys", "/more"} < set(json.loads(private))
+    for number, wrong in enumerate(("5", '{"a": 1}', "[5]", '"/keys"')):
+        with pytest.raises(InvalidRequest, match="SLLM_PRIVATE"):
+            made(options(tmp_path / str(number)), {"SLLM_PRIVATE": wrong})
+
+
+@pytest.mark.parametrize("token", ["abc\n", "pässwört", "   "])
+def test_a_token_that_no_client_could_send_is_refused_at_the_start(tmp_path: Path, token: str) -> None:
+    with pytest.raises(InvalidRequest, match="SLLM_TOKEN"):
+        Platform(options(tmp_path / "run"), {"SLLM_TOKEN": token}, lambda _: None)
+
+
+@pytest.mark.parametrize("host", ["", " ", "127.0.0.1:80", "192.0.2.1"])
+def test_what_is_no_address_of_this_machine_is_no_matter_of_the_port(host: str) -> None:
+    """An empty one, as of a variable that is not set, would be waited for until the gateway had to be ready."""
+    with pytest.raises(InvalidRequest, match="--host"):
+        require_port(host, 0)

@@ -146,3 +146,9 @@ def test_a_place_that_the_release_before_took_is_read_from_what_is_kept(named: s
     read = codec.from_json(VersionRecord, json.dumps(record)).manifest
     assert (read.model if named == "model" else read.adapters["a"]) == place.strip()
     assert Manifest.model_validate_json(read.model_dump_json()) == read
+
+
+def test_an_empty_text_is_no_image() -> None:
+    """The controller takes it for none, and so must the node: it would refuse what was placed there."""
+    handler = {"entry": "m:f", "kind": "function", "streams": False}
+    assert Manifest.model_validate({"name": "f", "handler": handler, "image": ""}).image is None

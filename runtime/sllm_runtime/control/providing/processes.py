@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from sllm_runtime.control.providing.provider import Offer, Shape
-from sllm_runtime.platform.local import Layout, drain_s, pool_names
+from sllm_runtime.platform.local import Layout, drain_s, more_private, pool_names
 from sllm_runtime.platform.process import PARENT, start_time
 from sllm_runtime.platform.spawned import Spawned, end, record, spawned
 from sllm_runtime.protocol.errors import Unavailable
@@ -109,7 +109,7 @@ class Processes:
             "SLLM_POOL_BYTES": str(weights),
             "SLLM_GPUS": ",".join(f"{gpu.kind}:{gpu.memory}" for gpu in shape.gpus),
             "SLLM_LABELS": ",".join(f"{key}={value}" for key, value in shape.labels.items()),
-            "SLLM_PRIVATE": json.dumps([str(path) for path in private]),
+            "SLLM_PRIVATE": json.dumps([*map(str, private), *more_private(given)]),
         }
 
 

@@ -13,7 +13,7 @@ from sllm_runtime.control.providing.provider import NodeProvider, Shape
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.errors import InvalidRequest
 from sllm_runtime.protocol.node import Gpu
-from sllm_runtime.protocol.quantities import Bytes, parse_bytes
+from sllm_runtime.protocol.quantities import Bytes, is_gpu_kind, parse_bytes
 
 
 class ProviderSettings(Settings):
@@ -25,7 +25,7 @@ class ProviderSettings(Settings):
     nodes_memory: Bytes = Field(default=2**30, gt=0)
     nodes_gpus: str = ""
     nodes_labels: str = ""
-    nodes_sandbox: str = ""
+    nodes_sandbox: Literal["", "auto", "podman", "docker", "process"] = ""
     """``SLLM_SANDBOX`` of the nodes, where that is not this process's own, as it is of ``processes``."""
     sandbox: str = "process"
     nodes_idle: float = Field(default=600.0, gt=0)
@@ -63,6 +63,8 @@ class ProviderSettings(Settings):
 
             if self.nodes_data is None:
                 raise _missing("SLLM_NODES_DATA", "`sllm up` sets it")
+            if self.nodes_least > self.nodes_most:
+                raise InvalidRequest(f"SLLM_NODES_LEAST {self.nodes_least} is above SLLM_NODES_MOST {self.nodes_most}")
             return Processes(self.nodes_data, self.shape, self.nodes_least, self.nodes_most, os.environ)
         if self.node_provider == "aws":
             from sllm_runtime.control.providing.aws import AutoScalingGroup, client
@@ -82,6 +84,8 @@ def _gpus(text: str) -> tuple[Gpu, ...]:
     for index, item in enumerate(part.strip() for part in text.split(",") if part.strip()):
         kind, _, size = item.partition(":")
         try:
+            if not is_gpu_kind(kind):
+                raise ValueError(kind)
             found.append(Gpu(index=index, kind=kind, memory=parse_bytes(size)))
         except ValueError as error:
             raise InvalidRequest(f"SLLM_NODES_GPUS: {item!r} is no GPU; write for example 'L4:24GiB'") from error
@@ -89,7 +93,7 @@ def _gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def _labels(text: str) -> dict[str, str]:
-    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    pairs = [[word.strip() for word in part.partition("=")] for part in text.split(",") if part.strip()]
     for key, equals, _ in pairs:
         if not key or not equals:
             raise InvalidRequest(f"SLLM_NODES_LABELS: {key!r} is no label; write for example 'zone=a'")

@@ -160,9 +160,14 @@ def test_settings_say_what_is_missing_or_wrong() -> None:
         ProviderSettings.load({"SLLM_NODE_PROVIDER": "processes"}).provider()
     with pytest.raises(InvalidRequest, match="SLLM_NODE_PROVIDER"):
         ProviderSettings.load({"SLLM_NODE_PROVIDER": "azure"})
-    shape = ProviderSettings.load({"SLLM_NODES_GPUS": "L4:24GiB,L4:24GiB", "SLLM_NODES_LABELS": "zone=a"}).shape
+    shape = ProviderSettings.load({"SLLM_NODES_GPUS": "L4:24GiB,L4:24GiB", "SLLM_NODES_LABELS": "zone = a"}).shape
     assert [(gpu.index, gpu.kind, gpu.memory) for gpu in shape.gpus] == [(0, "L4", 24 * 2**30), (1, "L4", 24 * 2**30)]
     assert shape.labels == {"zone": "a"}
-    for variable, text in (("GPUS", "L4"), ("LABELS", "zone")):
+    for variable, text in (("GPUS", "L4"), ("GPUS", "NVIDIA L4:24GiB"), ("LABELS", "zone")):
         with pytest.raises(InvalidRequest, match=f"SLLM_NODES_{variable}: '{text}'"):
             _ = ProviderSettings.load({f"SLLM_NODES_{variable}": text}).shape
+    with pytest.raises(InvalidRequest, match="SLLM_NODES_SANDBOX"):
+        ProviderSettings.load({"SLLM_NODES_SANDBOX": "proces"})
+    bounds = {"SLLM_NODE_PROVIDER": "processes", "SLLM_NODES_DATA": "/x", "SLLM_NODES_LEAST": "3"}
+    with pytest.raises(InvalidRequest, match="SLLM_NODES_LEAST 3 is above SLLM_NODES_MOST 2"):
+        ProviderSettings.load(bounds).provider()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -70,3 +71,10 @@ async def test_nodes_end_with_the_platform_on_a_full_disk(
     full[0] = True
     await spawned.end_all(tmp_path / "data" / "pool", 20.0)
     await until(lambda: not running(processes), what="it has ended")
+
+
+def test_what_the_operator_hides_is_hidden_on_these_nodes_too(tmp_path: Path) -> None:
+    """``SLLM_PRIVATE``, as on every node of ``sllm up``."""
+    given = {"SLLM_PRIVATE": '["/keys"]'}
+    made = Processes(tmp_path / "pool", Shape(cpu=1.0, memory=2**30), 0, 1, given)
+    assert "/keys" in json.loads(made._environment_of("p1")["SLLM_PRIVATE"])
