@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import typing_extensions
 from pydantic import BaseModel
+from pydantic_core import SchemaSerializer, SchemaValidator
 
 from sllm import ignore, signature
 from sllm.function import ModelFunction
@@ -182,6 +183,9 @@ def _bytes(target: Any) -> tuple[bytes, set[str], list[tuple[CodeType, str]]]:
         def reducer_override(self, thing: Any) -> Any:
             if thing is dataclasses.MISSING:
                 return "MISSING"
+            if isinstance(thing, SchemaValidator | SchemaSerializer):
+                reduced: Any = thing.__reduce__()
+                return reduced[0], tuple(map(_copied, reduced[1]))
             if isinstance(thing, typing.NewType) and travels(thing.__module__):
                 return typing.NewType, (thing.__name__, thing.__supertype__)  # cloudpickle knows it by its name alone
             if isinstance(thing, _ALIASES) and travels(str(thing.__module__)):
@@ -198,6 +202,14 @@ def _bytes(target: Any) -> tuple[bytes, set[str], list[tuple[CodeType, str]]]:
     Pickler(buffer).dump(target)
     # Of a module as such the pickler does not say here whether it goes by value, as it does of what is in one.
     return buffer.getvalue(), {name for name in used if not by_value & {name, *_packages(name)}}, codes
+
+
+def _copied(schema: Any) -> Any:
+    """With containers of its own: a model's schema lies in those of other models too, and who unpickles one of these
+    comes by the model's class to what is made from its schema, of which nothing is there by then."""
+    if isinstance(schema, dict):
+        return {name: _copied(value) for name, value in schema.items()}
+    return type(schema)(map(_copied, schema)) if type(schema) in (list, tuple) else schema
 
 
 def _packages(name: str) -> Iterator[str]:

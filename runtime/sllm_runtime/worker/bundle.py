@@ -105,4 +105,19 @@ def _unpickle(handler: Handler, path: Path) -> Any:
     except OSError as error:
         raise InvalidBundle(f"the bundle holds no {PICKLE_NAME}: {error.strerror}") from error
     with users():
-        return pickle.loads(data)
+        found = pickle.loads(data)
+    _become_main(found)
+    return found
+
+
+def _become_main(target: Any) -> None:
+    """What ``target`` uses of its ``__main__`` is found there, where pickle looks: it knows classes and functions by
+    their names alone, and pools of processes hand them on by it."""
+    main = ModuleType("__main__")
+    for each in vars(target).values() if isinstance(target, type) else (target,):
+        for name, value in getattr(each, "__globals__", {}).items():
+            if not name.startswith("__"):
+                setattr(main, name, value)
+    if isinstance(target, type):
+        setattr(main, target.__name__, target)
+    sys.modules["__main__"] = main

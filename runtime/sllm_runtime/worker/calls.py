@@ -61,13 +61,17 @@ class Calls:
         on_loop: bool,
         resumable: bool = True,
         late: Callable[[float], tuple[Span, ...]] | None = None,
+        context: contextvars.Context | None = None,
     ) -> None:
         """``run(call)`` produces the outputs of a ``fn`` call: in a thread, or ``on_loop`` as a coroutine.
+
+        Each call has a copy of ``context``: what its module and ``setup`` have set there holds in calls.
 
         ``late``: spans of the start that ended after it was told, as seen from a ``perf_counter``.
         """
         self._resumable = resumable
         self._late = late
+        self._context = context
         self._sender = sender
         self._console = console_
         self._run = run
@@ -114,7 +118,8 @@ class Calls:
         if len(call.body) > call.head.body_bytes:
             self._finish(call, BodyTooLarge(f"body above the {call.head.body_bytes} bytes that its head names").body())
         elif len(call.body) >= call.head.body_bytes:
-            call.task = asyncio.create_task(self._execute(call), name=f"call-{call.number}")
+            context = self._context.copy() if self._context is not None else None
+            call.task = asyncio.create_task(self._execute(call), name=f"call-{call.number}", context=context)
             # A task that is cancelled before its first step never runs, and so sends no end.
             call.task.add_done_callback(lambda _: self._finish(call, call.outgoing.cancelled))
 
@@ -216,10 +221,12 @@ class Calls:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[ErrorBody | None] = loop.create_future()
         process = os.getpid()
+        settings = _torchs()
 
         def work() -> None:
             error = None
             try:
+                _set_torchs(*settings)
                 self._run(call)
             except BaseException as raised:  # everything ends in the call's END frame
                 error = self._described(call, raised)
@@ -263,6 +270,22 @@ class Calls:
         error = described(raised)
         self._sender.log(call.number, "stderr", (error.detail or error.message)[-_TRACE_CHARS:], level="error")
         return error
+
+
+def _torchs() -> tuple[bool, Any]:
+    """What torch keeps for each thread, and a module or ``setup`` may have set in this one."""
+    torch = sys.modules.get("torch")  # who has not imported it has set nothing
+    return (torch.is_grad_enabled(), torch.get_default_device()) if torch is not None else (True, None)
+
+
+def _set_torchs(grad: bool, device: Any) -> None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if not grad:
+        torch.set_grad_enabled(False)
+    if device is not None and device != torch.get_default_device():  # by a mode, which costs each operation a little
+        torch.set_default_device(device)
 
 
 def _end_child(error: ErrorBody | None) -> NoReturn:
@@ -362,7 +385,7 @@ async def _hand_on_blocking(values: Iterator[Any], call: Call) -> None:
     keep all of them."""
     context = contextvars.copy_context()
     following: Callable[[], Any] = functools.partial(next, values, _END_OF_VALUES)
-    threads = concurrent.futures.ThreadPoolExecutor(1, f"call-{call.number}")
+    threads = concurrent.futures.ThreadPoolExecutor(1, f"call-{call.number}", _set_torchs, _torchs())
     try:
         while (value := await _behind(threads.submit(context.run, following))) is not _END_OF_VALUES:
             await call.aemit(value)

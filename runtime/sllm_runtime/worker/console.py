@@ -8,7 +8,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 MAX_LINE = 8 * 1024
 
@@ -42,11 +41,26 @@ class LineWriter(io.TextIOBase):
         self._partial: dict[int | None, str] = {}
         # Reentrant: what a garbage collection runs under this lock may print, here in the midst of a ``write``.
         self._lock = threading.RLock()
+        self.name, self.mode, self.line_buffering, self.write_through = f"<{name}>", "w", True, False
 
     @property
-    def buffer(self) -> Any:
-        """The pipe itself, for what writes bytes; the invoker reads that too."""
-        return getattr(sys.__stdout__ if self._fd == 1 else sys.__stderr__, "buffer", None)
+    def buffer(self) -> io.FileIO:
+        """The pipe itself, for what writes bytes; the invoker reads that too. Nothing waits in it for a flush, and who
+        closes it closes it for nobody else."""
+        return io.FileIO(self._fd, "w", closefd=False)
+
+    def reconfigure(self, **_: object) -> None:
+        """Lines are lines, whatever a program would have of a terminal."""
+
+    def leave(self) -> None:
+        """In a forked child: from now on to the pipe. What had this stream before, as handlers of logging, still has
+        it. Of what the parent's threads held nothing is ever released here."""
+        self._lock = threading.RLock()
+        self._partial.clear()
+        self._emit, self._sent = self._to_pipe, lambda: None
+
+    def _to_pipe(self, _number: int | None, _name: str, line: str) -> None:
+        self.buffer.write(f"{line}\n".encode(errors="replace"))
 
     def writable(self) -> bool:
         return True
@@ -95,6 +109,8 @@ class Console:
 
     def leave(self) -> None:
         """Back to the pipes, which the invoker reads as well: in a child that user code forked."""
+        for writer in self._writers:
+            writer.leave()
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
     def end_call(self, number: int | None) -> None:

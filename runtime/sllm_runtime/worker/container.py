@@ -56,7 +56,7 @@ class First:
         parent = os.getpid()
         self._worker = os.fork()
         if self._worker == 0:
-            become_worker(fds, parent, preload)
+            become_worker(fds, parent, preload, adopts=False)
         # Said after the fork: the worker, whose user is the same, stays one that its user may look into.
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         for fd in fds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import platform
@@ -217,6 +218,7 @@ class Worker:
             on_loop=started.on_loop,
             resumable=assign.manifest.resumable,
             late=started.model.span if started.model is not None and started.late else None,
+            context=contextvars.copy_context(),
         )
         handle = self._handle = started.handle
         if handle is not None:

@@ -91,6 +91,7 @@ def confine(assign: Assign) -> Path:
     import torch
 
     os.environ.update({**assign.manifest.env, **assign.env})
+    time.tzset()  # by the new TZ: Python has asked for it when it began
     tempfile.tempdir = None  # by the new TMPDIR: what the fork server imports has asked where its own files lie
     home = Path(assign.workdir or tempfile.mkdtemp(prefix="sllm-worker-"))
     code = home / "code"

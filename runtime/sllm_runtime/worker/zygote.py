@@ -265,15 +265,17 @@ def _end_all() -> None:
 
 
 def become_worker(
-    fds: list[int], parent: int, importing: Callable[[], float], warming: Warming | None = None
+    fds: list[int], parent: int, importing: Callable[[], float], warming: Warming | None = None, *, adopts: bool = True
 ) -> NoReturn:
     """In a child: nothing of its parent is left but its imports; ``importing`` does the rest of them and returns the
-    seconds that all took. ``warming`` is done while it waits. Ends by ``os._exit`` whatever happens."""
+    seconds that all took. ``warming`` is done while it waits. It ``adopts`` what its children leave behind, unless its
+    parent reaps that. Ends by ``os._exit`` whatever happens."""
     status = 70
     try:
         lead_group()
         die_with_parent(signal.SIGKILL, parent)
-        become_subreaper()
+        if adopts:
+            become_subreaper()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
