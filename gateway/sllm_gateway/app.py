@@ -86,7 +86,7 @@ class Gateway:
         calls of a gateway that does not beat. What a call is allowed, by ``clock``, it is allowed awake."""
         self.settings = settings
         self._bus = bus
-        self.metrics = Metrics()
+        self.metrics = Metrics(lambda function: function in self.table)
         self._starts = Starts()
         self._tasks = Tasks("gateway")
         self._announcer = Announcer(bus, "gateway", clock, wall)

@@ -48,10 +48,15 @@ def declared_length(scope: Scope) -> int | None:
 async def read_body(scope: Scope, receive: Receive, limit: int, within_s: float) -> bytes:
     """The request's body. Raises ``BodyTooLarge`` before it reads a body that says so itself, else as soon as it is;
     ``BodyTimeout`` if all of it is not here after ``within_s``; ``QueueFull`` if all bodies together take too much;
-    ``Cancelled`` if the client goes away."""
+    ``Cancelled`` if the client goes away; ``InvalidRequest`` if it is compressed."""
     length = declared_length(scope)
     if length is not None and length > limit:
         raise _too_large(limit)
+    coding = header(scope, b"content-encoding") or b"identity"
+    if coding.lower() != b"identity":
+        raise InvalidRequest(
+            "a body with a Content-Encoding is not read here; send it uncompressed, without that header"
+        )
     try:
         async with asyncio.timeout(within_s):
             return await _read_all(receive, limit, scope[SHARE])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -16,13 +18,18 @@ TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900)
 OTHER = "other"
 """Label of codes that this release does not know."""
+GONE: Final = 100
+"""Functions that are deployed no more and have their series still, those that were called last: a scrape takes the loop
+0.4 ms for each function."""
 
 
 class Metrics:
-    """Function names are labels only once they are known, so their number is bounded by what is deployed; codes only
-    where this release knows them."""
+    """Function names are labels only once they are known, and those that have gone are forgotten above GONE, so their
+    number is bounded by what is deployed; codes only where this release knows them."""
 
-    def __init__(self) -> None:
+    def __init__(self, deployed: Callable[[str], bool] = lambda _: True) -> None:
+        self._deployed = deployed
+        self._functions: OrderedDict[str, None] = OrderedDict()
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter("sllm_http_requests", "HTTP requests", ["route", "status"], registry=registry)
@@ -65,17 +72,17 @@ class Metrics:
         try:
             yield
         except SllmError as error:
-            self.calls.labels(function, _code(error)).inc()
+            self._count(function, _code(error))
             raise
 
     def given_up(self, function: str, error: SllmError) -> None:
         """Count a call of a gateway that is no more, which ends without going on."""
-        self.calls.labels(function, _code(error)).inc()
+        self._count(function, _code(error))
 
     def ended(self, call: Call, now: float) -> None:
         """Count a call that is over."""
         function, marks = call.version.function, call.marks
-        self.calls.labels(function, _code(call.error) if call.error else "ok").inc()
+        self._count(function, _code(call.error) if call.error else "ok")
         self.seconds.labels(function).observe(now - call.order.accepted)
         if marks.first is not None:
             self.ttft.labels(function).observe(marks.first - call.order.accepted)
@@ -85,6 +92,22 @@ class Metrics:
         if usage is not None:
             for kind in ("prompt", "completion", "cached"):
                 self.tokens.labels(function, kind).inc(max(0, getattr(usage, kind)))  # a worker's word
+
+    def _count(self, function: str, code: str) -> None:
+        """One more call. With the first one of a function the series of others go that are there no more."""
+        new = function not in self._functions
+        self._functions[function] = None
+        self._functions.move_to_end(function)
+        self.calls.labels(function, code).inc()
+        if not new:
+            return
+        gone = [each for each in self._functions if not self._deployed(each)]
+        for each in gone[: max(len(gone) - GONE, 0)]:
+            del self._functions[each]
+            for metric in (
+                self.calls, self.ttft, self.seconds, self.tokens, self.inherited, self.cold, self.resumed, self.moved
+            ):  # fmt: skip
+                metric.remove_by_labels({"function": each})
 
     def watch(
         self,

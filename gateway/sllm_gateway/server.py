@@ -28,6 +28,10 @@ BEHIND: Final = 4 * MAX_HEAD
 """Bytes behind a request that are read while it is answered: who reads nothing does not hear of its client's end."""
 PIPELINED: Final = 64
 """Requests that may wait behind the one that is answered: each is kilobytes here, and some twenty bytes to send."""
+_BODY: Final = (
+    "the request's body does not end as its headers say: Content-Length is its length in bytes, not in characters, and"
+    " the one Transfer-Encoding that is read is chunked"
+)
 REST_S: Final = 2.0
 """So long after the drain what is still being written may take: less than a supervisor waits beyond the drain."""
 
@@ -126,6 +130,9 @@ class Connection(HttpToolsProtocol):
                 self._stop(InvalidRequest(f"more than {PIPELINED} requests wait for their answers; send less at once"))
             self._head, self._asked = None, True
             super().on_headers_complete()
+            if self.scope["http_version"] < "1.1":
+                send = partial(_without_chunks, self.cycle, self.cycle.send)
+                self.cycle.send = send  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._head = None
@@ -172,8 +179,16 @@ class Connection(HttpToolsProtocol):
         self._served = served if waits else self
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets an error of ours as well."""
-        self._refuse(self._why or InvalidRequest(msg))
+        """What is no HTTP gets an error of ours as well; behind or in the body of a request that has no answer yet, in
+        place of that: whose Content-Length counts characters would else hear nothing."""
+        cycle = self.cycle
+        if self._why or self.pipeline or cycle is None or cycle.response_started:
+            self._refuse(self._why or InvalidRequest(msg))
+            return
+        cycle.disconnected = True  # it writes nothing more
+        cycle.message_event.set()
+        self.transport.write(self._answer(InvalidRequest(_BODY)))
+        self.transport.close()
 
     def _refuse(self, error: InvalidRequest) -> None:
         if self.cycle is None or self.cycle.response_complete:  # else it would be read as part of the response
@@ -264,6 +279,15 @@ class _Parser:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+async def _without_chunks(cycle: Any, send: Callable[[Any], Awaitable[None]], message: Any) -> None:
+    """``send`` to a client of HTTP/1.0, which knows no chunks: what has no length ends with its connection."""
+    if message["type"] == "http.response.body":
+        cycle.expected_content_length = len(message.get("body", b""))
+    elif not any(name == b"content-length" for name, _ in message["headers"]):
+        cycle.chunked_encoding = False
+    await send(message)
 
 
 def _too_large() -> HeadTooLarge:

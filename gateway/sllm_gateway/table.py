@@ -143,5 +143,9 @@ class RouteTable:
         for _, known in sorted(self._versions.items()):
             yield from (version for version in known.values() if version.route.active)
 
+    def __contains__(self, function: str) -> bool:
+        """Whether it is deployed."""
+        return function in self._versions
+
     def __len__(self) -> int:
         return len(self._versions)

@@ -50,6 +50,8 @@ class Instance:
         self._began = around.clock()
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
+        self._ends: list[asyncio.TimerHandle] = []
+        """Of its graces. They would hold it until then, though it has ended."""
         self._parted = False
         """Whether it failed to begin since another of its processes is gone."""
         self._stop_reason: str | None = None
@@ -112,7 +114,8 @@ class Instance:
                 raise
             finally:
                 self._end(verdict)
-                self._timer.cancel()
+                for timer in (self._timer, *self._ends):
+                    timer.cancel()
                 begin.cancel()
                 await asyncio.gather(begin, return_exceptions=True)
         self._around.log.close()
@@ -330,8 +333,8 @@ class Instance:
         loop = asyncio.get_running_loop()
         if resume:
             gone = verdicts.taken(self.order.instance, reason)
-            loop.call_later(grace_s, lambda: self._conclude(gone))
-        loop.call_later(grace_s + STOP_S, lambda: self._conclude(self._stopped()))
+            self._ends.append(loop.call_later(grace_s, lambda: self._conclude(gone)))
+        self._ends.append(loop.call_later(grace_s + STOP_S, lambda: self._conclude(self._stopped())))
 
     def _stopped(self) -> Verdict:
         return verdicts.stopped(self.order.instance, self._stop_reason or "asked to")

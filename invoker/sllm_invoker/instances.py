@@ -159,6 +159,7 @@ class Instances:
             if instance.ended_at is not None and now - instance.ended_at > KEEP_FINAL_S:
                 del self._instances[name]
                 self._past[name] = instance.status()
+                instance.work = None  # they know each other: a collection would have to find them
                 if len(self._past) > REMEMBERED:
                     self._past.popitem(last=False)
 

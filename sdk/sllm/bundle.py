@@ -66,6 +66,11 @@ def build(function: ModelFunction[Any, Any, Any]) -> Bundle:
     source = function.source_file()
     if source is None or function.__module__ == "__main__":
         return _of_main(function, source)
+    if function.is_stale():  # its code would be the new one, its settings and arguments those of before
+        raise InvalidBundle(
+            f"{source} has changed since {function.__name__} was imported; import it again "
+            f"(`importlib.reload` its module, then `from … import {function.__name__}`) or begin a new process"
+        )
     root, module = locate(source)
     manifest = function.manifest(f"{module}:{_attribute(function, source)}")
     left_out: list[str] = []

@@ -69,7 +69,7 @@ def generates(model: str) -> bool:
     if "://" in model or not Path(model).is_dir():
         return True
     try:
-        architectures = json.loads((Path(model) / "config.json").read_text()).get("architectures") or []
+        architectures = json.loads((Path(model) / "config.json").read_bytes()).get("architectures") or []
     except (OSError, ValueError, AttributeError):
         return False
     return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Collection
@@ -44,6 +45,7 @@ class ModelFunction(Generic[P, Q, R_co]):
         self.__module__ = getattr(target, "__module__", "")
         self.__wrapped__ = target
         signature.call_target(target)
+        self._stamp = self._stamped()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         return self.__sllm_target__(*args, **kwargs)
@@ -83,6 +85,17 @@ class ModelFunction(Generic[P, Q, R_co]):
         except TypeError:
             return None
         return Path(path).resolve() if path and Path(path).is_file() else None
+
+    def is_stale(self) -> bool:
+        """Whether its file is another one since it was imported: what would travel is not what this describes."""
+        return self._stamp != self._stamped()
+
+    def _stamped(self) -> bytes | None:
+        try:
+            file = self.source_file()
+            return hashlib.blake2b(file.read_bytes()).digest() if file is not None else None
+        except OSError:
+            return None
 
     def manifest(self, entry: str, *, python: str | None = None) -> Manifest:
         """The manifest, with the code found at ``entry``. Raises ``InvalidManifest`` naming the field."""

@@ -7,6 +7,7 @@ the user's code is for a command line.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
@@ -56,8 +57,14 @@ def _worker(name: str) -> Any:
         for point in found:
             return point.load()
     except ModuleNotFoundError as error:
-        what = str(error.name).partition(".")[0]
-        raise Unavailable(
-            f"running a function here needs {what}, which is not installed: pip install 'sllm[{EXTRA}]'"
-        ) from error
+        raise lacking("running a function here", error, EXTRA) from error
     raise Unavailable(f"running a function here needs the worker: pip install 'sllm[{EXTRA}]'")
+
+
+def lacking(what: str, error: ModuleNotFoundError, extra: str) -> Unavailable:
+    """That ``what`` needs a module that ``extra`` brings, or that no package does: one of Python's own which it does
+    not have on this system."""
+    name = str(error.name).partition(".")[0]
+    if name in sys.stdlib_module_names:
+        return Unavailable(f"{what} works on Linux only: Python has no {name} on this system")
+    return Unavailable(f"{what} needs {name}, which is not installed: pip install 'sllm[{extra}]'")

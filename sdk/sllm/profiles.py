@@ -76,7 +76,7 @@ class _Document(msgspec.Struct):
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors begin a file with a mark
         msgspec.convert(found, _Document)
     except FileNotFoundError:
         return {}

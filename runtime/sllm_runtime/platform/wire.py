@@ -289,6 +289,7 @@ class AsyncWire:
         self._drop()
         self.fds.close()
         self.sock.close()
+        self._read_into = bytearray()  # who holds a closed wire, in a cycle for long perhaps, holds no READ_BYTES
         self._drained.set()
         if self._waiter is not None:
             _wake(self._waiter)

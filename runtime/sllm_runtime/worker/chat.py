@@ -66,11 +66,10 @@ class ChatTemplate:
         given = {
             "messages": [_plain(message, number) for number, message in enumerate(messages)],
             "tools": tools,
-            "add_generation_prompt": True,
             **({} if tool_choice is None else {"tool_choice": tool_choice}),
         }
         try:
-            text: str = self._template.render({**(more or {}), **self._special, **given})
+            text: str = self._template.render({"add_generation_prompt": True, **(more or {}), **self._special, **given})
         except TemplateError as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"

@@ -163,7 +163,7 @@ def _output(call: Call, loop: EngineLoop, plan: _Plan, index: int) -> _Output:
     request = Request(
         id=-1,
         prompt=ids,
-        sampling=replace(plan.sampling, max_tokens=room),
+        sampling=prompts.within(plan.sampling, room),
         choice=choice,
         lora=plan.adapter,
         constraints=plan.rules.constraints(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from pydantic import ValidationError
@@ -132,7 +132,8 @@ def request(asked: Asked, engine: Limits, tokens: Tokens, files: Mapping[str, by
     """What ``generate`` asks of the engine; greedy unless it says otherwise. Takes as long as the prompt and the shape
     are. Raises ``InvalidArgument`` naming the argument, ``InvalidRequest``, ``ContextLengthExceeded``."""
     ids = prompt_ids(asked.prompt, engine, tokens, files)
-    sampling = sampling_of(asked.options, fit(len(ids), asked.max_tokens, engine.max_context), temperature=0.0)
+    room = fit(len(ids), asked.max_tokens, engine.max_context)
+    sampling = within(sampling_of(asked.options, asked.max_tokens, temperature=0.0), room)
     rules = rules_of(asked.options, vocabulary_of(engine, tokens, files))
     return Request(id=-1, prompt=ids, sampling=sampling, constraints=rules.constraints())
 
@@ -183,6 +184,12 @@ def given_ids(ids: Sequence[int], engine: Limits) -> tuple[int, ...]:
     fit(len(ids), 0, engine.max_context)
     check_ids("prompt", ids, engine.vocabulary)
     return tuple(ids)
+
+
+def within(sampling: Sampling, room: int) -> Sampling:
+    """``sampling`` with its ``max_tokens`` cut to ``room``, and ``min_tokens``, if it is no more than was asked for."""
+    least = sampling.min_tokens
+    return replace(sampling, max_tokens=room, min_tokens=min(least, room) if least <= sampling.max_tokens else least)
 
 
 def fit(prompt: int, wanted: int, context: int) -> int:

@@ -67,6 +67,18 @@ def parted(delta: Delta) -> Iterator[Delta]:
     yield msgspec.structs.replace(delta, text=text[told:], logprobs=scores[last:])
 
 
+def _placed(entries: Sequence[TokenLogprob], text: bytes) -> Iterator[TokenLogprob]:
+    """``entries`` with what each has of ``text``, which they make up: a special token that a caller wrote stands there,
+    and the space that some tokenizers put before a text does not."""
+    at = 0
+    for entry in entries:
+        raws = entry.raw or tuple(token.encode() for token in (entry.token, *(token for token, _ in entry.top)))
+        ways = (raws[0], raws[0].removeprefix(b" ")) if raws[0] else (entry.token.encode(), b"")
+        own = next((way for way in ways if text.startswith(way, at)), raws[0])
+        at += len(own)
+        yield entry if own == raws[0] else msgspec.structs.replace(entry, raw=(own, *raws[1:]))
+
+
 @dataclass(slots=True)
 class Telling:
     """``index``: its place in the answer. ``echo``: what of its prompt it repeats; with ``scored``, the prompt's first
@@ -95,7 +107,8 @@ class Telling:
         text, logprobs = piece.text, self.show(piece.logprobs)
         finish: FinishReason | None = piece.finish
         if self.scored is not None:
-            logprobs = (self.show.first(self.scored), *self.show(piece.prompt), *logprobs)
+            prompt = (self.show.first(self.scored), *self.show(piece.prompt))
+            logprobs = (*_placed(prompt, self.echo.encode()), *logprobs)
             text, self.echo, self.scored = self.echo + text, "", None
         told: tuple[ToolDelta, ...] = ()
         if self.calls is not None:

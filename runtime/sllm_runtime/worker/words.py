@@ -8,10 +8,16 @@ def sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+_NO_KERNEL = "RuntimeError: could not create a primitive"
+"""oneDNN's, where it has no room for a kernel; of one that it does not know it says ``… a primitive descriptor``."""
+
+
 def lacks_memory(raised: BaseException) -> bool:
-    """Whether user code was given no more memory, by Python or by torch. By what torch's words begin with: who passes
-    them on may tell of another function's."""
-    return isinstance(raised, MemoryError) or words_of(raised).startswith("RuntimeError: [enforce fail at alloc")
+    """Whether user code, or the engine, was given no more memory, by Python or by torch. By what torch's words begin
+    with: who passes them on may tell of another function's."""
+    words = words_of(raised)
+    lacks = words == _NO_KERNEL or words.startswith("RuntimeError: [enforce fail at alloc")
+    return lacks or isinstance(raised, MemoryError)
 
 
 def words_of(raised: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from sllm_runtime.protocol.errors import InvalidArgument
 
 
-def document(text: str) -> dict[str, Any]:
+def document(text: str | bytes) -> dict[str, Any]:
     """A JSON object of arguments. Raises ``InvalidArgument``."""
     try:
         found = json.loads(text)

@@ -72,8 +72,9 @@ def given_words(words: list[str] | None, args: str | None) -> tuple[dict[str, st
     if args is None:
         return arguments.split(words or []), {}
     try:
-        text = sys.stdin.read() if args == "-" else Path(args[1:]).read_text() if args.startswith("@") else args
-    except (OSError, UnicodeDecodeError) as error:
+        # As bytes: JSON says itself which UTF it is, whatever this machine's own encoding.
+        text = sys.stdin.buffer.read() if args == "-" else Path(args[1:]).read_bytes() if args[:1] == "@" else args
+    except OSError as error:
         raise InvalidArgument(f"--args {args} cannot be read: {error}", field="--args") from error
     return arguments.split(words or []), arguments.document(text)
 

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from sllm.cli.interrupt import Interrupted
+from sllm.local import lacking
 from sllm_runtime.protocol.errors import Unavailable
 
 GROUP: Final = "sllm.commands"
@@ -68,7 +69,12 @@ class LazyGroup(TyperGroup):
             module, _, attribute = self.members[cmd_name].partition(":")
             return _command(getattr(import_module(module), attribute), cmd_name)
         point = contributed(self.prefix).get(cmd_name)
-        return _command(_load(point), cmd_name) if point is not None else None
+        try:
+            return _command(_load(point), cmd_name) if point is not None else None
+        except Unavailable:
+            if ctx.resilient_parsing:  # a shell that completes looks at every verb, and what is not here it offers not
+                return None
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -91,10 +97,7 @@ def _load(point: EntryPoint) -> Any:
         return point.load()
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(point.name.rpartition(".")[2], "server")
-        raise Unavailable(
-            f"`sllm {point.name.replace('.', ' ')}` needs {str(error.name).partition('.')[0]}, which is not installed: "
-            f"pip install 'sllm[{extra}]'"
-        ) from error
+        raise lacking(f"`sllm {point.name.replace('.', ' ')}`", error, extra) from error
 
 
 def load_contributed(prefix: str, verb: str) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -658,3 +659,13 @@ async def test_a_call_that_its_node_cancels_ends_with_an_error_that_its_caller_s
                     seen.set()
     assert "event: error" in text
     assert "the function is deleted" in text
+
+
+@pytest.mark.parametrize("path", ["/fn/plain", "/v1/completions"])
+async def test_a_compressed_body_is_told_as_that(nats: Nats, path: str) -> None:
+    """It is no JSON either, which says nothing to whose client compressed it (``http --compress``, aiohttp's)."""
+    async with world(nats) as w:
+        await w.deploy(manifest("plain", streams=False), entry(), script=count)
+        packed = await w.http.post(path, content=gzip.compress(b'{"to": 1}'), headers={"content-encoding": "gzip"})
+        assert (packed.status_code, packed.json()["error"]["code"]) == (400, "invalid_request")
+        assert "Content-Encoding" in packed.json()["error"]["message"]

@@ -135,6 +135,60 @@ async def test_what_is_no_http_gets_an_error_like_any_other(nats: Nats) -> None:
         assert error(await rest(sock)) == (400, "invalid_request")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b'content-length: 8\r\n\r\n{"a":"\xc3\xa9"}',  # as of characters: it is 10 bytes
+        b'content-length: 7\r\n\r\n{"a":1}}',  # what is asked is whole, and has begun perhaps
+        b"transfer-encoding: identity\r\n\r\n{}",
+        b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_so_does_what_is_none_behind_a_request_or_in_its_body(nats: Nats, asked: bytes) -> None:
+    async with world(nats) as w, connected(w) as sock:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+        await send(sock, b"POST /fn/hang HTTP/1.1\r\nhost: x\r\n" + asked)
+        answer = await rest(sock)
+        assert error(answer) == (400, "invalid_request")
+        assert b"Content-Length" in answer
+        await until(lambda: not len(w.gateway.calls), what="nothing of it goes on")
+
+
+async def test_what_is_none_behind_a_stream_is_not_answered_within_it(nats: Nats) -> None:
+    stream = b"GET /api/v1/events?follow=true HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with world(nats, heartbeat=SOON_S) as w, connected(w) as sock:
+        await send(sock, stream)
+        await until_answered(sock, b": heartbeat\n\r\n")
+        await send(sock, b"FOO bar\r\n\r\n")
+        assert b"HTTP/1.1" not in await rest(sock)
+
+
+@pytest.mark.parametrize("kept", [b"", b"connection: keep-alive\r\n"])
+async def test_a_stream_for_an_older_client_has_no_chunks(nats: Nats, kept: bytes) -> None:
+    """HTTP/1.0 does not know them (RFC 9112, 6.1): MicroPython's client refuses them, others read them as its text."""
+
+    async def two(run: Run) -> None:
+        run.out(1)
+        run.out(2)
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(manifest("two"), entry(), script=two)
+        asked = b"POST /fn/two HTTP/1.0\r\n" + kept
+        async with connected(w) as sock:
+            await send(sock, asked + b"accept: text/event-stream\r\n\r\n")
+            head, _, body = (await rest(sock)).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"\r\nconnection: close" in head
+        assert body.startswith(b"id: 0\ndata: 1\n\nid: 1\ndata: 2\n\n")
+        assert body.endswith(b"data: [DONE]\n\n")
+        async with connected(w) as sock:
+            await send(sock, asked + b"\r\n")
+            answer = await rest(sock)
+        assert b"content-length: 5\r\n" in answer
+        assert answer.endswith(b"\r\n\r\n[1,2]")
+
+
 CHUNKED = b"POST /fn/slow HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
 
 

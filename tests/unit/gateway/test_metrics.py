@@ -40,6 +40,23 @@ def test_tokens_are_no_less_than_none() -> None:
     assert 'sllm_tokens_total{function="tokens",kind="prompt"} 0.0' in text
 
 
+async def test_functions_that_have_gone_are_no_series_for_ever(nats: Nats) -> None:
+    """A preview of each change has a name of its own: what a scrape takes must not grow with all that ever were."""
+    async with world(nats) as w:
+        await w.deploy(manifest("stays"), entry("i"), script=echo)
+        assert (await w.http.post("/fn/stays")).status_code == 200
+        for number in range(150):
+            name = f"preview-{number}"
+            await w.deploy(manifest(name), entry(name), script=echo)
+            assert (await w.http.post(f"/fn/{name}")).status_code == 200
+            await w.controller.unroute(name)
+        text = (await w.http.get("/metrics")).text
+    functions = {line.split('function="')[1].split('"')[0] for line in text.splitlines() if 'function="' in line}
+    assert "stays" in functions
+    assert "preview-149" in functions
+    assert len(functions) <= 102
+
+
 async def test_of_a_call_that_has_ended_little_is_kept_and_told(nats: Nats) -> None:
     async def talks(run: Run) -> None:
         error = ErrorBody(code="x" * 60 * KIB, message="y" * 60 * KIB, detail="z" * 10 * KIB)

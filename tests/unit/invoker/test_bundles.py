@@ -86,6 +86,18 @@ async def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert kept == {digest(bundles[number]).removeprefix("sha256:") for number in (0, 2, 3)}
 
 
+async def test_small_ones_are_not_kept_by_the_ten_thousand(tmp_path: Path) -> None:
+    """Each start of a version that this node did not have looks at all of them, before it has its bundle."""
+    for number in range(3000):
+        (tmp_path / f"{number:064x}").write_bytes(b"x" * 1000)
+    source = Source(b"new")
+    cache = BundleCache(tmp_path, source.fetch)
+    assert content(await cache.open(digest(b"new"), 3)) == b"new"
+    kept = os.listdir(tmp_path)
+    assert digest(b"new").removeprefix("sha256:") in kept
+    assert len(kept) <= 1000
+
+
 async def test_a_disk_that_takes_nothing_keeps_no_start_from_its_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

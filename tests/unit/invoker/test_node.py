@@ -1,6 +1,7 @@
 """A real node: workers as processes, the real bus, the real frame protocol; only the workers' code is a script."""
 
 import asyncio
+import gc
 import json
 import os
 import time
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from sllm_invoker import instances as invoker_instances
 from sllm_invoker.bounds import MAX_TOKENS
+from sllm_invoker.instance import Instance
 from sllm_invoker.node import Node, sandbox_environment
 from sllm_invoker.old_logs import LOGS_BYTES
 from sllm_invoker.process_driver import ProcessDriver, ProcessSandbox
 from sllm_invoker.sandbox import PLAIN, Wish
 from sllm_invoker.settings import InvokerSettings
 from sllm_runtime.platform.presence import LEFT_S
+from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import Conflict, Draining, NoCapacity, StaleTerm
 from sllm_runtime.protocol.events import Event
@@ -620,3 +624,19 @@ async def test_of_two_nodes_of_one_name_the_later_one_ends(
     assert {status.boot for status in node.statuses} == {first}, "a report of another life ends all its instances"
     _, call = await node.gateway.open(instance)
     assert (await node.gateway.ended(call)).error is None
+
+
+async def test_of_one_that_has_ended_nothing_waits_for_the_end_of_its_grace(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody calls is stopped with a grace as long as its calls may take, and ends at once: what it read into
+    is a quarter of a MiB, and others start and end meanwhile."""
+    monkeypatch.setattr(invoker_instances, "KEEP_FINAL_S", 2.0)
+    mine = [await node.start() for _ in range(3)]
+    for instance in mine:
+        await node.stop(instance, grace_s=3600.0)
+        await node.reaches(instance, InstanceState.STOPPED)
+    closed = [each for each in gc.get_objects() if isinstance(each, AsyncWire) and each.closed]
+    assert sum(len(each._read_into) for each in closed) == 0
+    await until(lambda: not node.status.instances, what="they are told no more")
+    assert [each for each in gc.get_objects() if isinstance(each, Instance) and each.order.instance in mine] == []

@@ -1,5 +1,6 @@
 """What goes into a bundle, and that nothing else decides its digest."""
 
+import importlib
 import io
 import json
 import os
@@ -203,6 +204,29 @@ def test_links_are_not_followed_out_of_the_directory(tmp_path: Path) -> None:
     built = build(root)
     assert built.files == ("alias.txt", "function.py", "real.txt")
     assert sorted(built.left_out) == ["dir", "leak.txt", "loop"]
+
+
+def test_what_has_changed_since_it_was_imported_is_not_bundled_half(tmp_path: Path) -> None:
+    """In a notebook: the file is edited, and what was imported of it before is deployed again."""
+    old = "@model_function(memory='1GiB')\ndef hello(text: str) -> str:"
+    write(tmp_path, {"function.py": FUNCTION.replace("@model_function\ndef hello(text: str) -> str:", old)})
+    (function,) = load.load(str(tmp_path))
+    assert bundle.build(function).manifest.memory == 1 << 30
+    new = old.replace("1GiB", "2GiB").replace("text: str", "text: str, times: int = 2")
+    write(tmp_path, {"function.py": FUNCTION.replace("@model_function\ndef hello(text: str) -> str:", new)})
+    with pytest.raises(InvalidBundle, match=r"function.py has changed since hello was imported; import it again"):
+        bundle.build(function)
+    module = sys.modules.pop("function")
+    importlib.invalidate_caches()
+    (again,) = load.load(str(tmp_path))
+    assert sys.modules["function"] is not module
+    built = bundle.build(again)
+    assert (built.manifest.memory, list(built.manifest.handler.input_schema["properties"])) == (
+        2 << 30,
+        ["text", "times"],
+    )
+    with pytest.raises(InvalidBundle, match="import it again"):  # as `%autoreload` leaves what a cell imported by name
+        bundle.build(function)
 
 
 def test_a_link_to_itself_is_left_out(tmp_path: Path) -> None:

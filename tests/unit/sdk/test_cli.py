@@ -121,6 +121,23 @@ def test_arguments_by_word_file_and_stdin(gateway: Gateway, tmp_path: Path) -> N
     assert [path for method, path, *_ in gateway.asked if method == "GET"] == ["/api/v1/functions/chat"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_arguments_of_a_file_are_json_whatever_this_machine_writes(
+    gateway: Gateway, tmp_path: Path, encoding: str
+) -> None:
+    """A Windows' Python reads text in the machine's code page; its editors and shells begin UTF with a mark."""
+    gateway.will(Answer(PIECES))
+    (tmp_path / "args.json").write_bytes('{"text": "Grüße 世"}'.encode(encoding))
+    env = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    for words, stdin in (("@args.json", b""), ("-", (tmp_path / "args.json").read_bytes())):
+        done = subprocess.run(
+            [*SLLM, "fn", "invoke", "chat", "--args", words], input=stdin, capture_output=True, env=env, timeout=60,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert gateway.asked[-1][2] == {"text": "Grüße 世"}
+
+
 def test_words_of_kwargs_are_read_by_their_hint(tmp_path: Path) -> None:
     file = tmp_path / "function.py"
     file.write_text(

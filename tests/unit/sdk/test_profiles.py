@@ -15,6 +15,13 @@ from sllm_runtime.protocol.errors import InvalidRequest, NotFound
 from sllm_runtime.protocol.profiles import toml
 
 
+def test_a_file_that_begins_with_a_mark_is_read(home: Path) -> None:
+    """As PowerShell and older editors of Windows write it."""
+    home.mkdir(parents=True)
+    (home / "profiles.toml").write_bytes(b'\xef\xbb\xbf[profiles.default]\nurl = "http://h:1"\n')
+    assert profiles.load().url == "http://h:1"
+
+
 def test_nothing_set() -> None:
     assert profiles.load() == profiles.Profile(profiles.DEFAULT_URL)
 

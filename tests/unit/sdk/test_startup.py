@@ -63,6 +63,39 @@ def test_a_verb_whose_extra_is_not_installed_names_it() -> None:
     assert "needs torch, which is not installed: pip install 'sllm[server,worker]'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "there", "lacks"), [("sllm ", {"fn", "run"}, {"up", "down"}), ("sllm model ", {"list"}, {"convert"})]
+)
+def test_a_shell_completes_where_only_the_client_is_installed(words: str, there: set[str], lacks: set[str]) -> None:
+    hide = "import sys\nfor name in ('nats', 'xxhash', 'torch'): sys.modules[name] = None\n"
+    env = {
+        **os.environ,
+        "_SLLM_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split())),
+    }
+    code = f"{hide}from sllm.cli.main import main\nmain([])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=env
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert there <= set(done.stdout.split())
+    assert not lacks & set(done.stdout.split())
+
+
+def test_what_no_package_brings_is_not_advised_to_be_installed() -> None:
+    """On Windows the platform does not run, whatever is installed: its Python has no fcntl."""
+    hide = "import sys\nsys.modules['fcntl'] = None\n"
+    local = "from sllm import model_function\n@model_function\ndef f() -> int: return 1\nf.local()"
+    for code in ("from sllm.cli.main import main\nmain(['up'])", local):
+        done = subprocess.run(
+            [sys.executable, "-c", hide + code], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode != 0
+        assert "works on Linux only: Python has no fcntl on this system" in done.stderr
+        assert "pip install" not in done.stderr.splitlines()[-1]
+
+
 def test_a_command_runs_where_there_are_few_signals() -> None:
     """What Windows' Python lacks of what a client could use."""
     code = """

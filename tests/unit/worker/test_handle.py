@@ -20,6 +20,7 @@ from sllm_runtime.protocol.errors import (
     ErrorBody,
     InstanceLost,
     InvalidArgument,
+    OutOfMemory,
     QueueFull,
     SllmError,
 )
@@ -174,6 +175,34 @@ class Broken(Heard):
 
     def step(self) -> list[Event]:
         raise InstanceLost("its device computes nothing more")
+
+
+class Cramped(Heard):
+    """The function's memory is too small for a step."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__([])
+        self._error = error
+
+    def step(self) -> list[Event]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:130] . DefaultCPUAllocator: not enough memory"),
+        RuntimeError("could not create a primitive"),
+    ],
+)
+def test_an_engine_without_memory_says_so_and_what_to_do(tokens: Slow, error: Exception) -> None:
+    loop, sink = EngineLoop(Cramped(error), tokens), ThreadSink()
+    loop.start()
+    loop.submit(Request(id=-1, prompt=(65,), sampling=Sampling()), sink)
+    with pytest.raises(OutOfMemory, match="raise memory="):
+        list(sink)
+    loop.close()
 
 
 @pytest.mark.parametrize("begun", [True, False])

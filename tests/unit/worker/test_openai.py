@@ -140,6 +140,21 @@ def test_stop_logprobs_and_limits(served: Worker) -> None:
     assert cut.end.usage.completion <= 100
 
 
+def test_a_least_number_of_tokens_is_cut_with_the_most(served: Worker) -> None:
+    """Who wants so many and no other number says it of both."""
+    both = {"max_tokens": 200, "min_tokens": 200}
+    cut = completion(served, prompt="x" * (CONTEXT - 100), **both)
+    assert cut.end is not None
+    assert cut.end.error is None, cut.end.error
+    assert cut.end.usage is not None
+    assert cut.end.usage.completion == 100
+    said = served.run({"prompt": "x" * (CONTEXT - 100), **both})
+    assert said.end is not None
+    assert said.end.error is None, said.end.error
+    wrong = completion(served, prompt="x" * (CONTEXT - 100), max_tokens=200, min_tokens=201)
+    assert wrong.error.field == "min_tokens"
+
+
 def test_the_log_probabilities_of_a_prompt(served: Worker) -> None:
     """As those of a completion that says the same: however much of a text is prompt, its tokens are as likely."""
     whole = completion(served, logprobs=2, max_tokens=12, echo=True)

@@ -184,6 +184,14 @@ def template(source: Any, **config: Any) -> ChatTemplate:
     return ChatTemplate.from_files({"tokenizer_config.json": codec.to_json({"chat_template": source, **config})})
 
 
+def test_who_began_the_answer_himself_says_so() -> None:
+    """``add_generation_prompt`` is a variable of nearly every template."""
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Sure:"}]
+    assert template(source).render(messages) == "qSure:<a>"
+    assert template(source).render(messages, more={"add_generation_prompt": False}) == "qSure:"
+
+
 def test_chat_templates() -> None:
     hello = [{"role": "user", "content": "<hi>"}]
     assert template("{{ bos_token }}{{ messages[0].content }}", bos_token={"content": "B"}).render(hello) == "B<hi>"

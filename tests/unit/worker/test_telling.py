@@ -12,7 +12,8 @@ from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.frames import Delta, TokenLogprob
 from sllm_runtime.protocol.limits import MAX_PART
 from sllm_runtime.worker.engine.base import TokenChoice
-from sllm_runtime.worker.telling import _TEXT, Shown, parted
+from sllm_runtime.worker.engine.sinks import Piece
+from sllm_runtime.worker.telling import _TEXT, Shown, Telling, parted
 from sllm_runtime.worker.tokens import Tokens
 from tests.fixtures.vocabularies import byte_level, llama
 
@@ -60,6 +61,24 @@ def test_offsets_are_those_of_the_text(make: Make) -> None:
         True
     ] * (len(told) - 5)
     assert offsets[:2] == [0, 0]
+
+
+@KINDS
+@pytest.mark.parametrize("prompt", ["a world", " a world", "é🦙 wor", "<s>a world</s> b"])
+def test_offsets_are_those_of_an_echoed_prompt(make: Make, prompt: str) -> None:
+    """Whoever scores a text looks by them for where its prompt ends."""
+    tokens, show = shown(make)
+    first, *rest = tokens.encode(prompt)
+    telling = Telling(0, show, prompt, first)
+    drawn = TokenChoice(tokens.encode("b wor")[-1], -1.0)
+    piece = Piece(" wor", prompt=tuple(TokenChoice(token, -1.0) for token in rest), finish="length", logprobs=(drawn,))
+    delta = telling.delta(piece)
+    assert delta is not None
+    assert delta.text == prompt + " wor"
+    told = completion_logprobs(delta.logprobs, 0)
+    assert told["text_offset"][-1] == len(prompt)
+    for at, token in zip(told["text_offset"], told["tokens"], strict=True):
+        assert token == "\ufffd" or delta.text[at:].startswith((token, token.lstrip())), (at, token)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_shown_as_it_decodes() -> None:

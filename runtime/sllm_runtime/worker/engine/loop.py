@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sllm_runtime.protocol.errors import InstanceLost, InternalError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, InternalError, OutOfMemory, SllmError, Unavailable
 from sllm_runtime.worker.engine.base import Engine, Event, Finish, Request
 from sllm_runtime.worker.engine.sinks import Mailbox, Piece, Sink
 from sllm_runtime.worker.engine.text import Decoder, Detokenizer, StopMatcher
+from sllm_runtime.worker.words import lacks_memory
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
@@ -27,6 +28,14 @@ _TOLD = 1024
 after that. Who resumes tells all of his at once."""
 _SLOW_FOR_S = 2.0
 """A request that is to be slower has gone after so long, or who said so has: it draws as before."""
+
+
+def _failure(error: Exception) -> SllmError:
+    """What a step that failed is for those who run."""
+    text = f"{type(error).__name__}: {error}"
+    if lacks_memory(error):
+        return OutOfMemory(f"the engine ran out of memory ({text[:200]}); raise memory=... in @model_function")
+    return InternalError(f"the engine failed: {text}")
 
 
 @dataclass(slots=True)
@@ -197,8 +206,7 @@ class EngineLoop:
                 self._lost = True
                 self._on_lost(error)
                 return []
-            text = f"the engine failed: {type(error).__name__}: {error}"
-            failure = error if isinstance(error, SllmError) else InternalError(text)
+            failure = error if isinstance(error, SllmError) else _failure(error)
             for number in self._outputs:
                 self.engine.cancel(number)
             return [Event(request=number, error=failure) for number in self._outputs]
