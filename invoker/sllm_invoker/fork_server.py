@@ -16,11 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sllm_runtime.platform import oom_kills
 from sllm_runtime.platform.process import PARENT, Child
 from sllm_runtime.platform.wire import AsyncWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError, SllmError, Unavailable
-from sllm_runtime.protocol.worker import Complete, Exited, FromZygote, Spawn, Spawned, Started, ToZygote, ZygoteReady
+from sllm_runtime.protocol.worker import (
+    Complete,
+    Exited,
+    FromZygote,
+    Spawn,
+    Spawned,
+    Started,
+    ToZygote,
+    Unborn,
+    ZygoteReady,
+)
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +111,8 @@ class ForkServer:
         self._stillborn = 0
         self._births: dict[str, asyncio.Future[Born]] = {}
         self._child: Child | None = None
+        self._kills = 0
+        """How many processes the kernel had killed for memory when this life of it began."""
         self.python = ""
         """Version of its workers' Python; empty before the first is ready."""
 
@@ -172,6 +185,7 @@ class ForkServer:
     async def _life(self) -> None:
         ours, theirs = socket.socketpair()
         wire = AsyncWire(ours)
+        self._kills = oom_kills.nearest()
         try:
             number = str(theirs.fileno())
             # In a namespace of its own the fork server's parent has number 0.
@@ -215,6 +229,20 @@ class ForkServer:
         else:
             waited_for.set_result(Born(pidfd))
 
+    def _end(self) -> str:
+        """Why it ended before it was ready. What is killed has no last words, and ``unshare`` speaks of its own."""
+        if oom_kills.nearest() > self._kills:
+            return (
+                "it ended before it was ready, most likely killed by the kernel, which has killed for lack of memory "
+                "meanwhile: give this machine, or the container that the node is in, more"
+            )
+        return "it ended before it was ready; its last words are in the node's log"
+
+    def _unborn(self, told: Unborn) -> None:
+        birth = self._births.get(told.sandbox)
+        if birth is not None and not birth.done():
+            birth.set_exception(Unavailable(f"this machine gives the fork server no process for a worker: {told.why}"))
+
     async def _listen(self, wire: AsyncWire) -> None:
         try:
             async with asyncio.timeout(READY_S):
@@ -222,7 +250,7 @@ class ForkServer:
         except TimeoutError as error:
             raise Unavailable(f"it was not ready within {READY_S:.0f} s") from error
         if first is None:
-            raise Unavailable("it ended before it was ready; its last words are in the node's log")
+            raise Unavailable(self._end())
         hello = codec.unpack(FromZygote, first).body
         if not isinstance(hello, ZygoteReady):
             raise ProtocolError(f"its first message is {type(hello).__name__}")
@@ -234,6 +262,8 @@ class ForkServer:
             body = codec.unpack(FromZygote, payload).body
             if isinstance(body, Spawned):
                 self._born(body.sandbox, wire)
+            elif isinstance(body, Unborn):
+                self._unborn(body)
             elif isinstance(body, Exited):
                 self._on_exit(body.sandbox, body)
             elif isinstance(body, Complete):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from sllm_runtime.platform.daemon import READY, READY_FD
 from sllm_runtime.platform.joining import Joined, JoinSettings
 from sllm_runtime.platform.local import DEFAULT_PORT, Layout, Options
 from sllm_runtime.platform.nats_server import free_port
-from sllm_runtime.platform.process import PARENT, die_with_parent, tail
+from sllm_runtime.platform.process import PARENT, die_with_parent, require_calls, tail
 from sllm_runtime.platform.running import Running, read_running, stop_running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.spawned import PoolSettings
@@ -71,6 +72,8 @@ def up(
     flags = context.find_root().params
     _refuse_flags("up", flags, "url", "token")
     settings = Settings.load()
+    require_calls()
+    _require_temporary()
     if node:
         if detach:
             raise InvalidRequest("--node and --detach do not go together; run it as a service", field="detach")
@@ -192,12 +195,29 @@ def _require_writable(directory: Path) -> None:
     """Make it. Raises ``InvalidRequest`` where nothing can be kept in it."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        with tempfile.TemporaryFile(dir=directory) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise InvalidRequest(
+                    f"files in {directory} cannot be locked ({error.strerror}): of network file systems not all can; "
+                    "choose a directory on a disk of this machine by SLLM_HOME, or by --data for what runs"
+                ) from error
     except OSError as error:
         raise InvalidRequest(
             f"nothing can be kept in {directory} ({error.strerror}); "
             "choose a directory that you may write by SLLM_HOME, or by --data for what runs"
+        ) from error
+
+
+def _require_temporary() -> None:
+    """Raises ``InvalidRequest`` where no daemon could make a temporary file."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise InvalidRequest(
+            "there is no directory for temporary files that can be written: name one by TMPDIR, or mount one at /tmp "
+            "(in a container with a read-only root: --tmpfs /tmp, an emptyDir)"
         ) from error
 
 

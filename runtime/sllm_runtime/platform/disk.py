@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 LEAST_FREE: Final = 8 * MIB
 """Below it nothing new is deployed: what runs still has its changes of state to store."""
+LEAST_FILES: Final = 128
+"""New files that the state may need: an embedded server makes fifty at its first start."""
 _FULL: Final = MIB
 """Below it a write of the server may have failed: its log, on the same disk, need not have room to say so."""
 LOOK_S: Final = 1.0
@@ -37,14 +40,25 @@ def free(directory: Path) -> int:
     return shutil.disk_usage(found).free
 
 
+def files_left(directory: Path) -> int | None:
+    """New files that may be made below ``directory``; None where its file system sets no limit. Raises ``OSError``."""
+    found = os.statvfs(next(path for path in (directory, *directory.parents) if path.exists()))
+    return found.f_favail if found.f_files else None
+
+
 def shortage(directory: Path | None) -> str:
     """Why nothing new can be stored in ``directory`` now, and what to do; empty: it can, or it lies elsewhere."""
     if directory is None:
         return ""
     try:
-        left = free(directory)
+        left, files = free(directory), files_left(directory)
     except OSError as error:
         return f"the disk of {directory} cannot be read: {error}"
+    if left >= LEAST_FREE and files is not None and files < LEAST_FILES:
+        return (
+            f"the disk of {directory} has room for {files} more files (inodes), the state needs {LEAST_FILES};"
+            " remove some files, the platform then goes on by itself"
+        )
     if left >= LEAST_FREE:
         return ""
     return (
@@ -83,10 +97,11 @@ class DiskWatch:
         *,
         clock: Callable[[], float] = time.monotonic,
         space: Callable[[Path], int] = free,
+        files: Callable[[Path], int | None] = files_left,
     ) -> None:
         self._directory, self._log_file, self._restart = directory, log_file, restart
         self._pauses = Pauses()
-        self._clock, self._space = clock, space
+        self._clock, self._space, self._files = clock, space, files
         self._read_to = _size(log_file)
         self._suspect = False
         self._pause, self._last = 0.0, float("-inf")
@@ -107,6 +122,9 @@ class DiskWatch:
             self._suspect = True
             log.error("NATS cannot write to the disk of %s (%s free)", self._directory, show_bytes(left))
         now = self._clock()
+        files = self._files(self._directory)
+        if files is not None and files < LEAST_FILES:  # it could make none of those that it needs, and end
+            return False
         if not self._suspect or left < LEAST_FREE or now - self._last < self._pause:
             return False
         self._pause, self._last = self._pauses.next(self._pause, now - self._last), now

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
@@ -64,6 +64,24 @@ def lead_group() -> None:
             fcntl.ioctl(terminal, termios.TIOCNOTTY)
         finally:
             os.close(terminal)
+
+
+def require_calls() -> None:
+    """Raise ``Unavailable`` where the kernel, or a filter of system calls, refuses what nodes cannot do without."""
+    if not ON_LINUX:
+        return
+    calls: dict[str, Callable[[], int]] = {
+        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+        "memfd_create": lambda: os.memfd_create("sllm-up"),
+    }
+    for name, call in calls.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            raise Unavailable(
+                f"{name}: {error.strerror}. It takes Linux 5.3, and a sandbox around it that lets this call through: "
+                "of docker or podman a newer version, or --security-opt seccomp=unconfined"
+            ) from error
 
 
 def set_title(title: str) -> None:

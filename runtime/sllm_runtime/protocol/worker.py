@@ -278,6 +278,13 @@ class Spawned(msgspec.Struct, frozen=True, kw_only=True, tag="spawned"):
     fds: int = 1
 
 
+class Unborn(msgspec.Struct, frozen=True, kw_only=True, tag="unborn"):
+    """No process could be made for it, and ``why``: others live on."""
+
+    sandbox: str
+    why: str
+
+
 class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     """A worker is reaped. ``signal`` 0: it exited with ``code``."""
 
@@ -309,5 +316,5 @@ class ToZygote(msgspec.Struct, frozen=True):
 
 
 class FromZygote(msgspec.Struct, frozen=True):
-    body: ZygoteReady | Spawned | Exited | Complete
+    body: ZygoteReady | Spawned | Unborn | Exited | Complete
     version: int = PROTOCOL_VERSION

@@ -47,6 +47,7 @@ from sllm_runtime.protocol.worker import (
     Spawned,
     Started,
     ToZygote,
+    Unborn,
     ZygoteReady,
 )
 from sllm_runtime.worker import isolation
@@ -181,13 +182,14 @@ class Zygote:
         return Warming(self._working_set.pages, self._leave)
 
     def _spawn(self, request: Spawn, fds: list[int]) -> None:
-        """Where the machine has no room for it nothing is answered, and the invoker gives it up: others live on."""
+        """Where the machine has no room for it, or no pidfd, who waits for it is told: others live on."""
         try:
             pid = self._fork(fds)
             self._workers[pid] = request.sandbox
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             sys.stderr.write(f"no worker for {request.sandbox}: {error}\n")
+            self._send(Unborn(sandbox=request.sandbox, why=error.strerror or str(error)))
             return
         try:
             self._send(Spawned(sandbox=request.sandbox, pid=pid), (pidfd,))
@@ -224,7 +226,7 @@ class Zygote:
         for exited in dead:
             self._send(exited)
 
-    def _send(self, body: ZygoteReady | Spawned | Exited | Complete, fds: tuple[int, ...] = ()) -> None:
+    def _send(self, body: ZygoteReady | Spawned | Unborn | Exited | Complete, fds: tuple[int, ...] = ()) -> None:
         self._wire.sock.settimeout(_SEND_S)
         try:
             self._wire.send(codec.pack(FromZygote(body)), fds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -14,6 +15,9 @@ from sllm.doctor.finding import Finding, failure, ok, warning
 from sllm_runtime.protocol.quantities import show_bytes
 
 SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+OWN_GROUP: Final = Path("/proc/self/cgroup")
+_CACHED: Final = re.compile(r"^(?:active|inactive)_file (\d+)$", re.MULTILINE)
 _F_ADD_SEALS: Final = 1033
 _SEALS: Final = 0x01 | 0x02 | 0x04 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
 MIN_FILES: Final = 4096
@@ -44,6 +48,16 @@ def memfd() -> Finding:
     finally:
         os.close(fd)
     return failure("memfd seals", "a sealed memfd could be written", "a Linux kernel from 5.1 on")
+
+
+def pidfd() -> Finding:
+    """Whether a process can be held by a descriptor (Linux 5.3): nodes see by it that a worker ends."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        remedy = "Linux 5.3, and a sandbox around it that lets this call through: a newer docker or podman"
+        return failure("pidfd", f"pidfd_open: {error}", remedy)
+    return ok("pidfd", "the end of a process can be waited for")
 
 
 def huge_pages() -> Finding:
@@ -92,10 +106,32 @@ def memory() -> Finding:
     """What is available now."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     available = int(found[1]) * 1024 if found else 0
-    if available >= MIN_MEMORY:
-        return ok("memory", f"{show_bytes(available)} available, {os.cpu_count()} CPUs")
-    remedy = "end what is not needed; a warm sandbox has torch in memory"
-    return warning("memory", f"{show_bytes(available)} available", remedy)
+    cpus = float(len(os.sched_getaffinity(0)))
+    for group in _groups():
+        with contextlib.suppress(OSError, ValueError):  # there is no limit ("max")
+            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+            cached = sum(map(int, _CACHED.findall((group / "memory.stat").read_text())))
+            available = min(available, max(0, limit - used + cached))
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+            cpus = min(cpus, quota / period)
+    what = f"{show_bytes(available)} available, {cpus:g} CPUs"
+    if available < MIN_MEMORY:
+        remedy = "end what is not needed, or raise this container's limit; a warm sandbox has torch in memory"
+        return warning("memory", what, remedy)
+    if cpus < 1:
+        return warning("memory", what, "give this container a whole CPU, or functions `cpu` of less than one each")
+    return ok("memory", what)
+
+
+def _groups() -> list[Path]:
+    """The control group (version 2) of this process and those above it, as its node looks at them."""
+    try:
+        found = re.search(r"^0::/(.*)$", OWN_GROUP.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    group = CGROUPS / found[1] if found else CGROUPS
+    return [each for each in (group, *group.parents) if each.is_relative_to(CGROUPS)]
 
 
 def sandboxes() -> Finding:

@@ -49,8 +49,14 @@ def _embedded(binary: str) -> Finding:
     # Ctrl-C waits while the directory or the process is there without anybody to take it away.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with tempfile.TemporaryDirectory(prefix="sllm-doctor-") as scratch:
-            return _tried(binary, Path(scratch), before)
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="sllm-doctor-")
+        except OSError as error:
+            return warning(
+                "nats", f"could not be tried: {error.strerror}", "name a directory that you may write by TMPDIR"
+            )
+        with scratch:
+            return _tried(binary, Path(scratch.name), before)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

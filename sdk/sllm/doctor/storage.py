@@ -76,3 +76,30 @@ def direct_io() -> Finding:
     if read != _BYTES:
         return warning("direct I/O", f"{place}: read {read} of {_BYTES} bytes", remedy)
     return ok("direct I/O", f"{place}: one read of 8 MiB at {show_bytes(_BYTES / seconds)}/s")
+
+
+def temporary() -> Finding:
+    """Where temporary files of the platform and of functions' starts are made."""
+    try:
+        return ok("temporary files", tempfile.gettempdir())
+    except OSError as error:
+        return failure("temporary files", error.strerror or str(error), "name one by TMPDIR, or mount one at /tmp")
+
+
+def locks() -> Finding:
+    """Whether files can be locked where the platform keeps its own: not on every network file system."""
+    import fcntl
+
+    try:
+        place = _place()
+        with tempfile.TemporaryFile(dir=place) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                what = f"files in {place} cannot be locked: {error.strerror}"
+                return failure("file locks", what, "set SLLM_HOME to a directory on a disk of this machine")
+    except InvalidRequest as error:
+        return failure("file locks", error.message, _OWN)
+    except OSError as error:
+        return failure("file locks", f"{place}: {error.strerror}", _OWN)
+    return ok("file locks", f"files in {place} can be locked")

@@ -14,9 +14,11 @@ import pytest
 
 from sllm_invoker import fork_server
 from sllm_invoker.fork_server import STILLBORN, Born, ForkServer
-from sllm_runtime.platform import wire
+from sllm_runtime.platform import oom_kills, wire
 from sllm_runtime.platform.wire import AsyncWire
+from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.worker import FromZygote, Unborn, ZygoteReady
 from tests.fixtures.waiting import until
 
 PROGRAM = """
@@ -107,6 +109,43 @@ async def test_a_worker_that_comes_when_nobody_waits_any_more_is_not_held(monkey
             os.fstat(pidfd)
     server._wire.close()
     invokers.close()
+
+
+async def test_one_that_the_kernel_kills_for_memory_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose limit is too small for torch: it has no last words to look for."""
+    kills = iter(range(1000))
+    monkeypatch.setattr(oom_kills, "nearest", lambda: next(kills))
+    monkeypatch.setattr(fork_server, "BACKOFF_S", (0.0,))
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    argv = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    server = ForkServer(env, argv=argv, on_exit=lambda _name, _exited: None)
+    running = asyncio.create_task(server.run())
+    try:
+        assert "lack of memory" in await spawn(server)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_who_waits_for_a_worker_that_no_process_could_be_made_for_is_told() -> None:
+    """As under a limit of processes that is reached; not after SPAWN_S, and with the reason."""
+    server = ForkServer({}, on_exit=lambda _name, _exited: None)
+    ours, theirs = socket.socketpair()
+    mine, zygote = AsyncWire(ours), AsyncWire(theirs)
+    zygote.send(codec.pack(FromZygote(ZygoteReady(import_s=0.1, python="3.x"))))
+    listening = asyncio.create_task(server._listen(mine))
+    server._wire = mine
+    try:
+        spawning = asyncio.create_task(spawn(server))
+        await until(lambda: server._births, what="it waits")
+        zygote.send(codec.pack(FromZygote(Unborn(sandbox="one", why="Resource temporarily unavailable"))))
+        async with asyncio.timeout(5.0):
+            assert "Resource temporarily unavailable" in await spawning
+    finally:
+        listening.cancel()
+        await asyncio.wait([listening])
+        mine.close()
+        zygote.close()
 
 
 async def test_one_that_nothing_can_be_sent_to_is_started_again(

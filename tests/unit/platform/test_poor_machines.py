@@ -1,0 +1,115 @@
+"""What `sllm up` and `sllm doctor` say where the machine lacks what nothing works without."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from sllm.doctor import checks, containers, kernel
+from sllm.doctor.finding import Level
+from sllm_runtime.platform import disk
+from sllm_runtime.platform.disk import LEAST_FILES, DiskWatch
+from sllm_runtime.protocol.limits import MIB
+from tests.fixtures.refused import refusing
+from tests.fixtures.waiting import GIVE_UP_S
+
+FILTERED = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
+
+
+def sllm(*words: str, refused: Mapping[str, int], home: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], env={**os.environ, "SLLM_HOME": str(home)}, capture_output=True, text=True,
+        timeout=GIVE_UP_S, preexec_fn=refusing(refused),
+    )  # fmt: skip
+
+
+@FILTERED
+@pytest.mark.parametrize(
+    ("call", "number", "said"),
+    [
+        ("pidfd_open", errno.ENOSYS, "Linux 5.3"),
+        ("memfd_create", errno.EPERM, "seccomp"),
+        ("flock", errno.ENOLCK, "--data"),
+    ],
+)
+def test_up_names_at_once_what_is_refused(tmp_path: Path, call: str, number: int, said: str) -> None:
+    words = ("-m", "sllm_runtime.platform", "up", "--port", "0", "--json")
+    done = sllm(*words, refused={call: number}, home=tmp_path)
+    error = json.loads(done.stderr)["error"]
+    assert error["code"] in ("unavailable", "invalid_request")
+    assert os.strerror(number) in error["message"]
+    assert said in error["message"]
+    assert not (tmp_path / "run" / "nats").exists()
+
+
+@FILTERED
+@pytest.mark.parametrize(("call", "check"), [("pidfd_open", "kernel.pidfd"), ("flock", "storage.locks")])
+def test_doctor_names_what_is_refused(tmp_path: Path, call: str, check: str) -> None:
+    code = f"from sllm.doctor import kernel, storage; print({check}().level)"
+    done = sllm("-c", code, refused={call: errno.ENOSYS}, home=tmp_path)
+    assert done.stdout.strip() == "failure", done.stderr
+
+
+def test_no_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a read-only root, with one directory that can be written."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("SLLM_HOME", str(home))
+    code = (
+        "import tempfile, sys; from sllm_runtime.platform.__main__ import main\n"
+        "tempfile._candidate_tempdir_list = lambda: ['/proc']\nsys.exit(main())"
+    )
+    done = sllm("-c", code, "up", "--port", "0", "--json", refused={}, home=home)
+    error = json.loads(done.stderr)["error"]
+    assert (error["code"], "TMPDIR" in error["message"]) == ("invalid_request", True)
+    assert not (home / "run").exists()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    monkeypatch.setattr(containers, "TRIAL", ("true",))
+    found = {each.check: each for each in checks.run()}
+    assert found["temporary files"].level is Level.FAILURE
+    assert "TMPDIR" in found["nats"].remedy
+
+
+def test_doctor_sees_the_limits_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has more than its container may use."""
+    monkeypatch.setattr(kernel, "CGROUPS", tmp_path)
+    monkeypatch.setattr(kernel, "OWN_GROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/pod/one\n")
+    inner = tmp_path / "pod" / "one"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    outer = {"memory.max": f"{512 * MIB}", "memory.current": f"{300 * MIB}", "cpu.max": "50000 100000"}
+    outer["memory.stat"] = f"anon 1\nactive_file {30 * MIB}\ninactive_file {20 * MIB}\n"
+    for name, text in outer.items():
+        (tmp_path / "pod" / name).write_text(f"{text}\n")
+    found = kernel.memory()
+    assert (found.level, found.what) == (Level.WARNING, "262.0 MiB available, 0.5 CPUs")
+
+
+async def test_inodes_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are free; and a server that is started again could make no file either."""
+    left, restarts = [0], [0]
+
+    async def restart() -> None:
+        restarts[0] += 1
+
+    log_file = tmp_path / "nats.log"
+    watch = DiskWatch(tmp_path, log_file, restart, space=lambda _: 100 * MIB, files=lambda _: left[0])
+    log_file.write_text("[ERR] no space left on device\n")
+    assert not await watch.look()
+    left[0] = LEAST_FILES
+    assert await watch.look()
+    assert restarts == [1]
+    monkeypatch.setattr(disk, "files_left", lambda _: 3)
+    assert "3 more files (inodes)" in disk.shortage(tmp_path)
+    monkeypatch.setattr(disk, "files_left", lambda _: None)  # of btrfs, say
+    assert disk.shortage(tmp_path) == ""
