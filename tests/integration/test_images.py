@@ -6,11 +6,13 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from sllm_invoker.containers import probe
 from sllm_invoker.containers.engine import Engine
+from sllm_invoker.images.functions import FunctionImages
 from sllm_invoker.images.store import Store
 from sllm_runtime.protocol.errors import ImageFailed
 from tests.fixtures.cluster import Cluster
@@ -132,6 +134,12 @@ async def test_an_image_is_there_when_the_engine_would_run_it(engine: Engine) ->
     assert await store.identity(there) == there != ""
     assert await store.identity(name) == "", "that is its tag `latest`, which nobody gave"
     assert await store.identity("localhost/sllm-*") == ""
+    images = FunctionImages(store, cast(Any, None), Path("/nowhere"), {})
+    for words in (there, f"sha256:{there.removeprefix('sha256:')}", there.removeprefix("sha256:")[:12]):
+        assert await images.ensure(words, ()) == there
+    for words in ("Mine:1", name, "localhost/sllm-*"):
+        with pytest.raises(ImageFailed, match="is not on this node"):
+            await images.ensure(words, ())
 
 
 async def test_what_somebody_has_built_over_our_image_is_not_removed_as_ours(engine: Engine, tmp_path: Path) -> None:

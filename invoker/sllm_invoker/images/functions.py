@@ -12,7 +12,7 @@ from typing import Final
 from sllm_invoker.images import places
 from sllm_invoker.images.base import LAYER, PRODUCER, Base, Images, Report, alone, describe, write
 from sllm_invoker.images.requirements import checked
-from sllm_runtime.protocol.errors import ImageFailed
+from sllm_runtime.protocol.errors import ImageFailed, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,13 @@ class FunctionImages:
     async def _named(self, image: str, requirements: Sequence[str]) -> str:
         if requirements:
             raise ImageFailed("image and requirements do not go together: install them in the image", field="image")
-        there = not image.startswith("-") and await self._images.has_image(image)
-        found = await self._images.identity(image) if there else ""  # its name may be another's by the next start
+        # Its name may be another's by the next start. A list has none by its id, and knows what words do not say.
+        try:
+            found = "" if image.startswith("-") else await self._images.identity(image)
+        except Unavailable:
+            if await self._images.has_image(image):
+                raise
+            found = ""
         if not found:
             text = f"image {image!a:.200} is not on this node: pull or load it with the node's container engine"
             raise ImageFailed(text, field="image")

@@ -72,7 +72,9 @@ def up(
     flags = context.find_root().params
     _refuse_flags("up", flags, "url", "token")
     settings = Settings.load()
-    require_calls()
+    pool = 0 if node else PoolSettings.load().most
+    if node or nodes or pool:
+        require_calls()
     _require_temporary()
     if node:
         if detach:
@@ -88,7 +90,7 @@ def up(
         host=host,
         ports=_ports(port, gateways),
         profile=_profile(flags.get("profile") or os.environ.get("SLLM_PROFILE") or "default"),
-        pool=PoolSettings.load().most,
+        pool=pool,
         nats_url=settings.nats_url,
     )
     for directory in (options.home, options.data):

@@ -77,6 +77,8 @@ def require_calls() -> None:
     for name, call in calls.items():
         try:
             os.close(call())
+        except AttributeError as error:
+            raise Unavailable(f"{name}: this Python was built without it (for an older Linux or libc)") from error
         except OSError as error:
             raise Unavailable(
                 f"{name}: {error.strerror}. It takes Linux 5.3, and a sandbox around it that lets this call through: "
@@ -132,7 +134,7 @@ def end_orphans(known: set[int]) -> int:
     if not ON_LINUX or Child.starting:  # one of ours may have been born whose id nobody knows yet
         return 0
     for pid in children() - known:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's keeps no other alive
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             gone, _status = os.waitpid(pid, os.WNOHANG)

@@ -15,7 +15,7 @@ from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_runtime.platform import control_groups
 from sllm_runtime.platform.local import Layout, Options, node_specs, prepare, specs
 from sllm_runtime.platform.supervise import ChildSpec
-from sllm_runtime.platform.up import Platform, require_port
+from sllm_runtime.platform.up import Platform, require_port, token
 from sllm_runtime.protocol import subjects
 from sllm_runtime.protocol.errors import InvalidRequest
 
@@ -196,10 +196,14 @@ def test_more_that_functions_must_not_see_is_read_as_daemons_read_it(tmp_path: P
             made(options(tmp_path / str(number)), {"SLLM_PRIVATE": wrong})
 
 
-@pytest.mark.parametrize("token", ["abc\n", "pässwört", "   "])
+@pytest.mark.parametrize("token", ["abc\ndef", "pässwört", "   "])
 def test_a_token_that_no_client_could_send_is_refused_at_the_start(tmp_path: Path, token: str) -> None:
     with pytest.raises(InvalidRequest, match="SLLM_TOKEN"):
         Platform(options(tmp_path / "run"), {"SLLM_TOKEN": token}, lambda _: None)
+
+
+def test_the_line_end_of_a_file_is_none_of_its_token() -> None:
+    assert token({"SLLM_TOKEN": "abc\n"}) == "abc"
 
 
 @pytest.mark.parametrize("host", ["", " ", "127.0.0.1:80", "192.0.2.1"])

@@ -18,6 +18,8 @@ from sllm.doctor import checks, containers, kernel
 from sllm.doctor.finding import Level
 from sllm_runtime.platform import disk
 from sllm_runtime.platform.disk import LEAST_FILES, DiskWatch
+from sllm_runtime.platform.process import require_calls
+from sllm_runtime.protocol.errors import Unavailable
 from sllm_runtime.protocol.limits import MIB
 from tests.fixtures.refused import refusing
 from tests.fixtures.waiting import GIVE_UP_S
@@ -93,6 +95,13 @@ def test_doctor_sees_the_limits_of_a_container(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "pod" / name).write_text(f"{text}\n")
     found = kernel.memory()
     assert (found.level, found.what) == (Level.WARNING, "262.0 MiB available, 0.5 CPUs")
+
+
+@pytest.mark.parametrize("call", ["pidfd_open", "memfd_create"])
+def test_a_python_that_was_built_without_a_call_is_told(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.delattr(os, call)
+    with pytest.raises(Unavailable, match=call):
+        require_calls()
 
 
 async def test_inodes_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

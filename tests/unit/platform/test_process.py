@@ -194,6 +194,20 @@ async def test_an_error_is_said_and_is_status_1(tmp_path: Path, end: str, text: 
     assert text in tail(tmp_path / "log")
 
 
+def test_an_orphan_of_another_user_keeps_no_other_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = set[int]()
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError(1, "Operation not permitted")
+        killed.add(pid)
+
+    monkeypatch.setattr(process, "children", lambda: {1, 2**22 - 1, 2**22 - 2})
+    monkeypatch.setattr(os, "kill", kill)
+    process.end_orphans(set())
+    assert killed == {2**22 - 1, 2**22 - 2}
+
+
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     child = await daemon(tmp_path, "print('stopping', flush=True); await asyncio.Event().wait()")
     os.kill(child.pid, signal.SIGINT)
