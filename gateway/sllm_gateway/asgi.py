@@ -22,6 +22,8 @@ SHARE = "sllm.share"
 """Where a request's scope has its ``Share`` of what all bodies take."""
 PIECE = 64 * 1024
 """Largest write: a slow client is noticed by the write that does not end, so writes must be small."""
+_CODINGS: Final = frozenset((b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress"))
+"""What is no coding (`utf-8`, as many clients say) changes nothing of the body."""
 LINGER_S = 2.0
 LINGER_BYTES = 64 * 2**20
 
@@ -52,16 +54,18 @@ async def read_body(scope: Scope, receive: Receive, limit: int, within_s: float)
     length = declared_length(scope)
     if length is not None and length > limit:
         raise _too_large(limit)
-    coding = header(scope, b"content-encoding") or b"identity"
-    if coding.lower() != b"identity":
+    try:
+        async with asyncio.timeout(within_s):
+            body = await _read_all(receive, limit, scope[SHARE])
+    except TimeoutError:
+        raise BodyTimeout(f"the body was not here after {within_s:g} s; send it faster, or send less") from None
+    coding = header(scope, b"content-encoding")
+    if coding and not _CODINGS.isdisjoint(each.strip() for each in coding.lower().split(b",")):
+        # Only now: who reads no answer before all is sent would be reset, were the connection closed before.
         raise InvalidRequest(
             "a body with a Content-Encoding is not read here; send it uncompressed, without that header"
         )
-    try:
-        async with asyncio.timeout(within_s):
-            return await _read_all(receive, limit, scope[SHARE])
-    except TimeoutError:
-        raise BodyTimeout(f"the body was not here after {within_s:g} s; send it faster, or send less") from None
+    return body
 
 
 async def _read_all(receive: Receive, limit: int, share: Share) -> bytes:

@@ -16,6 +16,7 @@ from sllm_runtime.protocol.errors import BY_CODE, SllmError
 
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900)
+_KINDS: Final = ("prompt", "completion", "cached")
 OTHER = "other"
 """Label of codes that this release does not know."""
 GONE: Final = 100
@@ -29,7 +30,8 @@ class Metrics:
 
     def __init__(self, deployed: Callable[[str], bool] = lambda _: True) -> None:
         self._deployed = deployed
-        self._functions: OrderedDict[str, None] = OrderedDict()
+        self._functions: OrderedDict[str, set[str]] = OrderedDict()
+        """With the codes that were counted of each: to look for its series among all takes the loop milliseconds."""
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter("sllm_http_requests", "HTTP requests", ["route", "status"], registry=registry)
@@ -90,24 +92,25 @@ class Metrics:
             self.cold.labels(function).inc()
         usage = call.end.usage if call.end else None
         if usage is not None:
-            for kind in ("prompt", "completion", "cached"):
+            for kind in _KINDS:
                 self.tokens.labels(function, kind).inc(max(0, getattr(usage, kind)))  # a worker's word
 
     def _count(self, function: str, code: str) -> None:
         """One more call. With the first one of a function the series of others go that are there no more."""
         new = function not in self._functions
-        self._functions[function] = None
+        self._functions.setdefault(function, set()).add(code)
         self._functions.move_to_end(function)
         self.calls.labels(function, code).inc()
         if not new:
             return
         gone = [each for each in self._functions if not self._deployed(each)]
         for each in gone[: max(len(gone) - GONE, 0)]:
-            del self._functions[each]
-            for metric in (
-                self.calls, self.ttft, self.seconds, self.tokens, self.inherited, self.cold, self.resumed, self.moved
-            ):  # fmt: skip
-                metric.remove_by_labels({"function": each})
+            for counted in self._functions.pop(each):
+                self.calls.remove(each, counted)
+            for kind in _KINDS:
+                self.tokens.remove(each, kind)
+            for metric in (self.ttft, self.seconds, self.inherited, self.cold, self.resumed, self.moved):
+                metric.remove(each)
 
     def watch(
         self,

@@ -130,7 +130,7 @@ class Connection(HttpToolsProtocol):
                 self._stop(InvalidRequest(f"more than {PIPELINED} requests wait for their answers; send less at once"))
             self._head, self._asked = None, True
             super().on_headers_complete()
-            if self.scope["http_version"] < "1.1":
+            if self.scope["http_version"] == "1.0":
                 send = partial(_without_chunks, self.cycle, self.cycle.send)
                 self.cycle.send = send  # type: ignore[method-assign]
 
@@ -182,7 +182,9 @@ class Connection(HttpToolsProtocol):
         """What is no HTTP gets an error of ours as well; behind or in the body of a request that has no answer yet, in
         place of that: whose Content-Length counts characters would else hear nothing."""
         cycle = self.cycle
-        if self._why or self.pipeline or cycle is None or cycle.response_started:
+        # Whose body was taken already may go on without its caller (``respond-async``): then it was not refused.
+        taken = cycle is not None and not (cycle.more_body or cycle.body)
+        if self._why or self.pipeline or cycle is None or cycle.response_started or taken:
             self._refuse(self._why or InvalidRequest(msg))
             return
         cycle.disconnected = True  # it writes nothing more

@@ -88,13 +88,17 @@ class ModelFunction(Generic[P, Q, R_co]):
 
     def is_stale(self) -> bool:
         """Whether its file is another one since it was imported: what would travel is not what this describes."""
-        return self._stamp != self._stamped()
+        return self._stamp is not None and self._stamp != self._stamped()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the stamp: what else is in its file is no part of a function that is pickled by value."""
+        return self.__dict__ | {"_stamp": None}
 
     def _stamped(self) -> bytes | None:
         try:
             file = self.source_file()
             return hashlib.blake2b(file.read_bytes()).digest() if file is not None else None
-        except OSError:
+        except (OSError, ValueError):  # of a wrapper that wraps itself nothing can be said
             return None
 
     def manifest(self, entry: str, *, python: str | None = None) -> Manifest:

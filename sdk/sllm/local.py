@@ -61,10 +61,16 @@ def _worker(name: str) -> Any:
     raise Unavailable(f"running a function here needs the worker: pip install 'sllm[{EXTRA}]'")
 
 
+_UNIX: Final = ("fcntl", "grp", "pwd", "resource", "termios")
+"""What a Python of another system has not, however it was built."""
+
+
 def lacking(what: str, error: ModuleNotFoundError, extra: str) -> Unavailable:
     """That ``what`` needs a module that ``extra`` brings, or that no package does: one of Python's own which it does
     not have on this system."""
     name = str(error.name).partition(".")[0]
     if name in sys.stdlib_module_names:
+        if name not in _UNIX:  # as one that was built where libffi or lzma was not
+            return Unavailable(f"{what} needs {name}, which this Python was built without; use another one")
         return Unavailable(f"{what} works on Linux only: Python has no {name} on this system")
     return Unavailable(f"{what} needs {name}, which is not installed: pip install 'sllm[{extra}]'")

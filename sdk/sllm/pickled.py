@@ -207,7 +207,7 @@ def _bytes(target: Any) -> tuple[bytes, set[str], list[tuple[CodeType, str]]]:
 def _copied(schema: Any) -> Any:
     """With containers of its own: a model's schema lies in those of other models too, and who unpickles one of these
     comes by the model's class to what is made from its schema, of which nothing is there by then."""
-    if isinstance(schema, dict):
+    if type(schema) is dict:  # a default may be a Counter, which is to stay one
         return {name: _copied(value) for name, value in schema.items()}
     return type(schema)(map(_copied, schema)) if type(schema) in (list, tuple) else schema
 

@@ -8,8 +8,9 @@ import pickle
 import stat
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from sllm_runtime.protocol.errors import InvalidBundle, PythonMismatch
@@ -114,10 +115,21 @@ def _become_main(target: Any) -> None:
     """What ``target`` uses of its ``__main__`` is found there, where pickle looks: it knows classes and functions by
     their names alone, and pools of processes hand them on by it."""
     main = ModuleType("__main__")
-    for each in vars(target).values() if isinstance(target, type) else (target,):
-        for name, value in getattr(each, "__globals__", {}).items():
-            if not name.startswith("__"):
-                setattr(main, name, value)
+    for function in _functions(target):
+        if function.__globals__.get("__name__") == "__main__":  # a decorator's are those of its own module
+            for name, value in function.__globals__.items():
+                if not name.startswith("__"):
+                    setattr(main, name, value)
     if isinstance(target, type):
         setattr(main, target.__name__, target)
     sys.modules["__main__"] = main
+
+
+def _functions(target: Any) -> Iterator[FunctionType]:
+    """What ``target`` is made of, behind its decorators as well."""
+    made = [each for kind in target.__mro__ for each in vars(kind).values()] if isinstance(target, type) else [target]
+    for each in made:
+        while isinstance(each, FunctionType | staticmethod | classmethod):
+            if isinstance(each, FunctionType):
+                yield each
+            each = getattr(each, "__wrapped__", None)

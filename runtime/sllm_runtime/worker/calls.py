@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import decimal
 import functools
 import inspect
 import logging
@@ -72,6 +73,8 @@ class Calls:
         self._resumable = resumable
         self._late = late
         self._context = context
+        if context is not None:  # now: a call on the loop may have changed it for a while, and another begins meanwhile
+            context.run(_OF_THREADS.set, _torchs())
         self._sender = sender
         self._console = console_
         self._run = run
@@ -198,6 +201,7 @@ class Calls:
         current.set(call)
         TRACEPARENT.set(call.head.traceparent)
         console.current_call.set(call.number)
+        decimal.setcontext(decimal.getcontext().copy())  # a copy of a context has the very same one within
         error: ErrorBody | None = None
         process = os.getpid()
         try:
@@ -221,7 +225,7 @@ class Calls:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[ErrorBody | None] = loop.create_future()
         process = os.getpid()
-        settings = _torchs()
+        settings = _OF_THREADS.get()
 
         def work() -> None:
             error = None
@@ -272,8 +276,13 @@ class Calls:
         return error
 
 
+_OF_THREADS: Final[contextvars.ContextVar[tuple[bool, Any]]] = contextvars.ContextVar("torchs", default=(True, None))
+"""``_torchs`` of the thread in which the function was set up."""
+
+
 def _torchs() -> tuple[bool, Any]:
-    """What torch keeps for each thread, and a module or ``setup`` may have set in this one."""
+    """What torch keeps for each thread, and a module or ``setup`` may have set in this one: whether gradients are
+    recorded, and the default device."""
     torch = sys.modules.get("torch")  # who has not imported it has set nothing
     return (torch.is_grad_enabled(), torch.get_default_device()) if torch is not None else (True, None)
 
@@ -385,7 +394,7 @@ async def _hand_on_blocking(values: Iterator[Any], call: Call) -> None:
     keep all of them."""
     context = contextvars.copy_context()
     following: Callable[[], Any] = functools.partial(next, values, _END_OF_VALUES)
-    threads = concurrent.futures.ThreadPoolExecutor(1, f"call-{call.number}", _set_torchs, _torchs())
+    threads = concurrent.futures.ThreadPoolExecutor(1, f"call-{call.number}", _set_torchs, _OF_THREADS.get())
     try:
         while (value := await _behind(threads.submit(context.run, following))) is not _END_OF_VALUES:
             await call.aemit(value)

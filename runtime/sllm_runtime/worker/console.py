@@ -57,10 +57,18 @@ class LineWriter(io.TextIOBase):
         it. Of what the parent's threads held nothing is ever released here."""
         self._lock = threading.RLock()
         self._partial.clear()
-        self._emit, self._sent = self._to_pipe, lambda: None
+        self._emit, self._sent = self._to_pipe, self._rest_to_pipe
 
     def _to_pipe(self, _number: int | None, _name: str, line: str) -> None:
         self.buffer.write(f"{line}\n".encode(errors="replace"))
+
+    def _rest_to_pipe(self) -> None:
+        """What has no end yet, and may never have: nobody hands it on when the child ends."""
+        with self._lock:
+            rest = "".join(self._partial.values())
+            self._partial.clear()
+        if rest:
+            self.buffer.write(rest.encode(errors="replace"))
 
     def writable(self) -> bool:
         return True

@@ -11,12 +11,20 @@ def sendable(text: str) -> str:
 _NO_KERNEL = "RuntimeError: could not create a primitive"
 """oneDNN's, where it has no room for a kernel; of one that it does not know it says ``… a primitive descriptor``."""
 
+_NO_ROOM = "RuntimeError: [enforce fail at alloc"
+_HANDED_ON = (
+    "RuntimeError: The following operation failed in the TorchScript interpreter.",
+    "RuntimeError: Caught RuntimeError in ",
+)
+"""Torch's own, before a traceback: TorchScript's, and that of what was raised in a DataLoader's worker or a replica."""
+
 
 def lacks_memory(raised: BaseException) -> bool:
     """Whether user code, or the engine, was given no more memory, by Python or by torch. By what torch's words begin
     with: who passes them on may tell of another function's."""
     words = words_of(raised)
-    lacks = words == _NO_KERNEL or words.startswith("RuntimeError: [enforce fail at alloc")
+    lacks = words == _NO_KERNEL or words.startswith(_NO_ROOM)
+    lacks = lacks or (words.startswith(_HANDED_ON) and f"\n{_NO_ROOM}" in words)
     return lacks or isinstance(raised, MemoryError)
 
 

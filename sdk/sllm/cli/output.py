@@ -29,7 +29,7 @@ _COMMANDING: Final = (
 _ONE_LINE: Final = {code: chr(code).encode("unicode_escape").decode() for code in _COMMANDING}
 _JSON: Final = {code: f"\\u{code:04x}" for code in _COMMANDING if code >= 0x7F}
 """JSON escapes the others itself."""
-_NUMBER: Final = re.compile(r"\d+")
+_NUMBER: Final = re.compile(r"\d[\d.,]*")
 _LINES: Final = {code: shown for code, shown in _ONE_LINE.items() if chr(code) not in "\t\n"}
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import gzip
+import http.client
 import json
+import os
 import socket
 from collections.abc import AsyncIterator
 from typing import Literal
@@ -669,3 +671,24 @@ async def test_a_compressed_body_is_told_as_that(nats: Nats, path: str) -> None:
         packed = await w.http.post(path, content=gzip.compress(b'{"to": 1}'), headers={"content-encoding": "gzip"})
         assert (packed.status_code, packed.json()["error"]["code"]) == (400, "invalid_request")
         assert "Content-Encoding" in packed.json()["error"]["message"]
+
+
+async def test_a_compressed_body_is_told_as_that_to_who_writes_all_of_it_first(nats: Nats) -> None:
+    """urllib closes after each request, and reads nothing before."""
+
+    def ask(port: int | None) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        headers = {"content-encoding": "gzip", "connection": "close"}
+        connection.request("POST", "/fn/plain", gzip.compress(os.urandom(8 << 20), 0), headers)
+        return connection.getresponse().status
+
+    async with world(nats) as w:
+        await w.deploy(manifest("plain", streams=False), entry(), script=echo)
+        assert await asyncio.to_thread(ask, w.http.base_url.port) == 400
+
+
+async def test_a_charset_is_no_compression(nats: Nats) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("plain", streams=False), entry(), script=echo)
+        got = await w.http.post("/fn/plain", content=b"{}", headers={"content-encoding": "utf-8"})
+        assert got.status_code == 200, got.text

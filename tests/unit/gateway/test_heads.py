@@ -6,9 +6,11 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import pytest
 
+from sllm_gateway.keeping import Keeping
 from sllm_gateway.server import Connection
 from sllm_runtime.protocol.limits import MAX_HEAD
 from tests.fixtures.nats import Nats
@@ -400,3 +402,24 @@ async def test_one_whose_client_takes_its_end_slowly_has_all_of_it(nats: Nats) -
     assert answer.endswith(b"\r\n0\r\n\r\n")
     assert answer.count(b"HTTP/1.1") == 1
     assert b'"code":"cancelled"' in answer
+
+
+async def test_a_call_that_is_kept_is_not_told_to_be_refused(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no request comes behind it, when it is stored and its 202 is not written: nobody is to ask again."""
+    promise, stored, go_on = Keeping._promise, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Keeping, *args: Any) -> None:
+        stored.set()
+        await go_on.wait()
+        await promise(self, *args)
+
+    monkeypatch.setattr(Keeping, "_promise", late)
+    async with world(nats) as w, connected(w) as sock:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+        await send(sock, b"POST /fn/hang HTTP/1.1\r\nhost: x\r\nprefer: respond-async\r\ncontent-length: 2\r\n\r\n{}")
+        await asyncio.wait_for(stored.wait(), GIVE_UP_S)
+        await send(sock, b"}")
+        answer = await rest(sock)
+        goes_on = len(w.gateway.calls)
+        go_on.set()
+        assert not (goes_on and answer.startswith(b"HTTP/1.1 4")), answer

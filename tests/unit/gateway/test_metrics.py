@@ -1,11 +1,12 @@
 """What a worker says of a call is counted and kept in bounds."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
 
-from sllm_gateway.metrics import OTHER, Metrics
+from sllm_gateway.metrics import GONE, OTHER, Metrics
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ErrorBody, SllmError
 from sllm_runtime.protocol.frames import End, FrameKind, Usage
@@ -118,3 +119,33 @@ async def test_whatever_refuses_a_request_with_a_key_is_counted_too(nats: Nats) 
         'sllm_calls_total{code="invalid_argument",function="f"} 1.0',
         'sllm_calls_total{code="ok",function="f"} 1.0',
     ]
+
+
+def test_series_of_many_that_have_gone_do_not_hold_the_loop() -> None:
+    looked = 0
+
+    class Names(dict[Any, Any]):
+        def keys(self) -> Any:
+            nonlocal looked
+            looked += len(self)
+            return super().keys()
+
+    gone: set[str] = set()
+    metrics = Metrics(lambda each: each not in gone)
+    for metric in vars(metrics).values():
+        if hasattr(metric, "_metrics"):
+            metric._metrics = Names()
+    names = [f"f{number}" for number in range(1000)]
+    for name in names:
+        metrics._count(name, "ok")
+        metrics._count(name, "invalid_argument")
+        metrics.seconds.labels(name).observe(1)
+        metrics.cold.labels(name).inc()
+        for kind in ("prompt", "completion", "cached"):
+            metrics.tokens.labels(name, kind).inc()
+    gone.update(names)
+    looked = 0
+    metrics._count("new", "ok")
+    assert looked < 100_000, f"{looked} series were looked at in one turn of the loop"
+    lines = [line for line in metrics.text().decode().splitlines() if 'function="' in line]
+    assert {line.split('function="')[1].split('"')[0] for line in lines} == {*names[-GONE:], "new"}

@@ -689,3 +689,55 @@ def test_a_namespace_package_in_one_that_nothing_imported(tmp_path: Path, line: 
         (tmp_path / name).touch()
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-1500:]
+
+
+COUNTED = """
+import sys
+from collections import Counter, defaultdict
+from pydantic import BaseModel
+from sllm import bundle, model_function
+
+class Seen(BaseModel):
+    words: Counter = Counter()
+    lists: defaultdict[str, list[int]] = defaultdict(list)
+
+@model_function
+def hello(text: str) -> str:
+    seen = Seen()
+    seen.words[text] += 1
+    seen.lists[text].append(1)
+    return f"{type(seen.words).__name__} {type(seen.lists).__name__}"
+
+sys.stdout.buffer.write(bundle.build(hello).data)
+"""
+
+
+def test_a_default_of_a_model_stays_what_it_is(tmp_path: Path) -> None:
+    write(tmp_path, {"main.py": COUNTED})
+    data = zipfile.ZipFile(io.BytesIO(bundled(tmp_path, "main.py"))).read("function.pkl")
+    (tmp_path / "function.pkl").write_bytes(data)
+    call = "import pickle; print(pickle.load(open('function.pkl', 'rb'))('a'))"
+    assert bundled(tmp_path, "-c", call) == b"Counter defaultdict\n"
+
+
+CALLS_ANOTHER = """
+import sys
+from sllm import bundle, model_function
+
+@model_function
+def shout(text: str) -> str:
+    return text.upper()
+
+@model_function
+def hello(text: str) -> str:
+    return shout(text)
+
+sys.stdout.buffer.write(bundle.build(hello).data)
+"""
+
+
+def test_what_is_beside_a_function_of_main_does_not_decide_its_digest(tmp_path: Path) -> None:
+    write(tmp_path, {"main.py": CALLS_ANOTHER})
+    before = bundled(tmp_path, "main.py")
+    write(tmp_path, {"main.py": CALLS_ANOTHER + "# a word more, that no call needs\n"})
+    assert bundled(tmp_path, "main.py") == before

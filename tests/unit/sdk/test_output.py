@@ -21,6 +21,7 @@ from sllm_runtime.protocol.http import (
     GpuView,
     HereView,
     NodeDetailView,
+    ProgressView,
     StorageView,
 )
 from tests.fixtures import command
@@ -225,3 +226,10 @@ def test_json_commands_no_terminal_and_reads_the_same(capsys: pytest.CaptureFixt
     assert json.loads(shown) == document
     assert not {code for code in map(ord, shown.rstrip("\n")) if code in output._COMMANDING}
     assert "é😀" in shown
+
+
+def test_other_numbers_are_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = output.Progress("f")
+    for each in ("8 GiB are free", "7.9 GiB are free", "8 GiB are free", "1,024 of 9 MiB", "900 of 9 MiB"):
+        shown(ProgressView(stage="capacity", message=each))
+    assert capsys.readouterr().err.splitlines() == ["f: 8 GiB are free", "f: 1,024 of 9 MiB"]

@@ -9,6 +9,7 @@ from importlib import metadata
 
 import pytest
 
+from sllm import local
 from sllm.cli.main import main
 
 HEAVY = {"torch", "transformers", "numpy", "nats", "starlette", "uvicorn", "psutil", "boto3"}
@@ -122,3 +123,9 @@ def test_the_version_is_the_packages() -> None:
         [sys.executable, "-m", "sllm", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == f"sllm {metadata.version('sllm')}\n"
+
+
+def test_a_python_that_was_built_without_a_module_is_told_as_that() -> None:
+    said = local.lacking("running a function here", ModuleNotFoundError("x", name="_ctypes"), "worker").message
+    assert "Linux only" not in said
+    assert "_ctypes" in said

@@ -66,3 +66,18 @@ def test_anothers_lack_of_memory_is_not_this_ones_in_a_call(worker: Worker, tmp_
 
 def test_who_speaks_of_memory_does_not_lack_it() -> None:
     assert "raise memory=" not in described(ValueError("no machine fits: not enough memory slots")).message
+
+
+NO_ROOM = "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:\n",
+        "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n",
+    ],
+)
+def test_torchs_lack_of_memory_is_known_where_torch_hands_it_on(begins: str) -> None:
+    assert "raise memory=" in described(RuntimeError(begins + NO_ROOM)).message
+    assert "raise memory=" not in described(RuntimeError(f"embedding failed: {begins}{NO_ROOM}")).message

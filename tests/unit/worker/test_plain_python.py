@@ -245,3 +245,72 @@ def test_what_a_script_defines_works_where_it_travels_by_value(
     answer = worker.run(given)
     assert answer.end is not None
     assert (answer.outputs, answer.end.error) == ([output], None)
+
+
+SHARED = """
+import decimal
+VAT = decimal.Decimal(119) / 100
+def fn(digits: int = 0):
+    if digits:
+        decimal.getcontext().prec = digits
+    return str(decimal.Decimal(1) / 3)
+"""
+
+
+def test_the_precision_of_one_call_is_not_that_of_the_next(worker: Worker, tmp_path: Path) -> None:
+    worker.start(manifest(), bundle_of({"user.py": SHARED}), workdir=tmp_path)
+    assert worker.run({"digits": 5}).outputs == ["0.33333"]
+    assert worker.run({}).outputs == ["0." + "3" * 28]
+
+
+WHILE = """
+import asyncio, torch
+def gen():
+    yield torch.is_grad_enabled()
+async def fn(hold: bool = False):
+    if hold:
+        with torch.no_grad():
+            await asyncio.sleep(1.5)
+        return iter([])
+    return gen()
+"""
+
+
+def test_what_a_call_on_the_loop_sets_for_a_while_is_no_others(worker: Worker, tmp_path: Path) -> None:
+    worker.start(manifest(kind="async_function"), bundle_of({"user.py": WHILE}), workdir=tmp_path)
+    holding = worker.call({"hold": True})
+    assert worker.run({}).outputs == [True]
+    assert worker.finish(holding).end is not None
+
+
+def test_names_of_a_script_are_found_behind_a_librarys_decorator(worker: Worker, tmp_path: Path) -> None:
+    script, home = tmp_path / "script" / "main.py", tmp_path / "home"
+    for directory in (script.parent, home):
+        directory.mkdir()
+    decorated = "import torch\n\n@model_function()\n@torch.inference_mode()\ndef pickles"
+    script.write_text(MAIN.format(future="").strip().replace("@model_function()\ndef pickles", decorated))
+    data = subprocess.run(
+        [sys.executable, str(script), "pickles"], stdout=subprocess.PIPE, check=True, cwd=script.parent
+    ).stdout
+    worker.start(manifest("pickle:", "function"), data, workdir=home)
+    assert worker.run({}).outputs == [3]
+
+
+PART = """
+import multiprocessing, sys
+kept = sys.stderr
+def child():
+    kept.write("done 3/10")
+    kept.flush()
+def fn():
+    one = multiprocessing.get_context("fork").Process(target=child)
+    one.start()
+    one.join(10)
+    return one.exitcode
+"""
+
+
+def test_what_a_forked_child_flushes_is_in_the_log_without_an_end(worker: Worker, tmp_path: Path) -> None:
+    worker.start(manifest(), bundle_of({"user.py": PART}), workdir=tmp_path)
+    assert worker.run().outputs == [0]
+    assert "done 3/10" in piped(worker, 1)

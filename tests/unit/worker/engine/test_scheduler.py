@@ -394,3 +394,25 @@ def test_who_gave_its_pages_up_before_it_computed_any_has_found_what_it_finds() 
     while not second.produced:
         computed += sum(chunk.count for chunk in step(scheduler) if chunk.sequence is second)
     assert second.cached == len(second.request.prompt) - computed, (second.cached, computed)
+
+
+def test_a_prompt_of_some_length_does_not_wait_until_a_very_long_one_is_done() -> None:
+    """Both are passed by callers with short prompts; one has three chunks left, the other 250."""
+    scheduler, asked, callers = Scheduler(Pages(40_000), Limits()), 0, list[Sequence]()
+    some = None
+    for taken in range(360):
+        while len(callers) < 60:
+            asked += 1
+            callers.append(scheduler.add(request(asked, range(1000 * asked, 1000 * asked + 200))))
+        if taken == 100:
+            scheduler.add(request(0, range(10**8, 10**8 + 32_000)))
+        if taken == 160:
+            some = scheduler.add(request(10**6, range(2 * 10**8, 2 * 10**8 + 300)))
+        step(scheduler)
+        for each in [each for each in callers if each.produced >= 30]:
+            scheduler.remove(each)
+            callers.remove(each)
+        if some is not None and some.produced:
+            break
+    assert some is not None
+    assert some.produced, f"{some.computed} of its 300 tokens in 200 steps"

@@ -220,10 +220,12 @@ class Scheduler:
         for sequence in begun:
             self._find_more(sequence)
         begun.sort(key=lambda sequence: sequence.wanted - sequence.computed)
-        longest = min(begun, key=lambda sequence: sequence.served, default=None)
-        if longest is not None and self._step - longest.served >= STARVED and self._step % 2:
-            begun.remove(longest)  # one of them, in every second step: else they would take all of each
-            begun.insert(0, longest)
+        passed = [sequence for sequence in begun if self._step - sequence.served >= STARVED]
+        if passed and self._step % 2:  # one of them, in every second step: else they would take all of each
+            # By turns who was longest, and who has the least left: it would else be passed until the other is done.
+            turn = min(passed, key=lambda sequence: sequence.served) if self._step % 4 == 1 else passed[0]
+            begun.remove(turn)
+            begun.insert(0, turn)
         coming: set[bytes] = set()
         for sequence in begun:
             if next(sequence.lacking(), None) in coming and sequence.computed == len(sequence.pages) * PAGE:
