@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,69 +41,60 @@ async def test_looks_that_were_given_up_take_no_thread_of_others(
         answers.set()
 
 
-async def test_a_start_whose_secrets_are_not_had_says_so(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it is its node that is blamed, after half a minute in which that was asked for nothing."""
+@dataclass
+class Without:
+    """``answers``: when the vault does; ``asked``: how often it was."""
+
+    answers: threading.Event = field(default_factory=threading.Event)
+    asked: int = 0
+
+
+@pytest.fixture
+async def without_secrets(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Without]:
+    """A function with a secret whose instance has failed, and a vault that does not answer."""
     await bench.controller.service._vault.put("token", b"x")
     await bench.gateway.deploy(manifest(secrets=["token"], min_instances=0))
-    answers, asked = threading.Event(), 0
-    real = DirectoryVault._read
+    found, real = Without(), DirectoryVault._read
 
     def hangs(self: DirectoryVault, names: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        answers.wait(30)
+        found.asked += 1
+        found.answers.wait(30)
         return real(self, names)
 
     (first,) = bench.live()
     bench.node.starts.clear()
+    monkeypatch.setattr(DirectoryVault, "_read", hangs)
+    bench.node.put(first, InstanceState.FAILED)
+    await bench.none_left()
+    yield found
+    found.answers.set()
+
+
+async def test_a_start_whose_secrets_are_not_had_says_so(
+    bench: Bench, without_secrets: Without, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is its node that is blamed, after half a minute in which that was asked for nothing."""
     monkeypatch.setattr(nodes, "RPC_TIMEOUT_S", 0.2)
-    with monkeypatch.context() as patched:
-        patched.setattr(DirectoryVault, "_read", hangs)
-        try:
-            bench.node.put(first, InstanceState.FAILED)
-            await bench.none_left()
-            asking = asyncio.create_task(bench.gateway.acquire())
-            await until(lambda: "secrets" in bench.controller.loop.view.why(("chat", 1)), what="it is said why")
-            assert not bench.node.starts
-        finally:
-            answers.set()
+    asking = asyncio.create_task(bench.gateway.acquire())
+    await until(lambda: "secrets" in bench.controller.loop.view.why(("chat", 1)), what="it is said why")
+    assert not bench.node.starts
+    without_secrets.answers.set()
     await asking
     await until(lambda: bench.node.starts, what="it is started once they are there again")
 
 
 async def test_a_start_that_was_given_up_for_its_secrets_is_not_begun_when_they_come(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, without_secrets: Without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start is sent again while the first sending still waits for the secrets: where that one gives up, the instance
     is placed anew, and its node is not to begin what nobody wants any more."""
-    await bench.controller.service._vault.put("token", b"x")
-    await bench.gateway.deploy(manifest(secrets=["token"], min_instances=0))
-    answers, asked = threading.Event(), 0
-    real = DirectoryVault._read
-
-    def hangs(self: DirectoryVault, names: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        answers.wait(30)
-        return real(self, names)
-
-    (first,) = bench.live()
-    bench.node.starts.clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(nodes, "RPC_TIMEOUT_S", 1.5)
-        patched.setattr(DirectoryVault, "_read", hangs)
-        bench.node.put(first, InstanceState.FAILED)
-        await bench.none_left()
-        asking = asyncio.create_task(bench.gateway.acquire())
-        try:
-            await until(lambda: asked == 2, what="it is sent again")
-            (given_up,) = bench.live()
-            await until(lambda: given_up not in bench.live(), what="the first sending gave up")
-        finally:
-            answers.set()
-        await asking
+    monkeypatch.setattr(nodes, "RPC_TIMEOUT_S", 1.5)
+    asking = asyncio.create_task(bench.gateway.acquire())
+    await until(lambda: without_secrets.asked == 2, what="it is sent again")
+    (given_up,) = bench.live()
+    await until(lambda: given_up not in bench.live(), what="the first sending gave up")
+    without_secrets.answers.set()
+    await asking
     await until(lambda: bench.node.starts, what="another one is started")
     assert given_up not in {command.instance for command in bench.node.starts}
 
