@@ -12,12 +12,13 @@ from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.calls import RESUME_WINDOW_S
 from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.subjects import TOKEN
 
 
 class GatewaySettings(Settings):
     """Times are seconds, sizes bytes."""
 
-    gateway: str = Field(default="g1", max_length=80, pattern=r"^[A-Za-z0-9_-]+$")
+    gateway: str = Field(default="g1", pattern=TOKEN)
     """Its id: one subject token, unique among the gateways of a cluster."""
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535)

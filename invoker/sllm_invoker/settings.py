@@ -11,6 +11,7 @@ from sllm_invoker.fork_server import ZYGOTE
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.limits import OVERDUE_S
 from sllm_runtime.protocol.quantities import Bytes
+from sllm_runtime.protocol.subjects import TOKEN
 from sllm_runtime.protocol.worker import Preload, Private
 
 
@@ -19,7 +20,7 @@ class InvokerSettings(Settings):
 
     told_empty = frozenset({"gpus"})
 
-    node: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9_-]+$")
+    node: str = Field(pattern=TOKEN)
     data_dir: Path
     """Work directories, cached bundles and logs of this node alone."""
     loaderd_socket: Path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Collection
@@ -94,10 +93,10 @@ class ModelFunction(Generic[P, Q, R_co]):
         """Without the stamp: what else is in its file is no part of a function that is pickled by value."""
         return self.__dict__ | {"_stamp": None}
 
-    def _stamped(self) -> bytes | None:
+    def _stamped(self) -> int | None:
         try:
             file = self.source_file()
-            return hashlib.blake2b(file.read_bytes()).digest() if file is not None else None
+            return hash(file.read_bytes()) if file is not None else None
         except (OSError, ValueError):  # of a wrapper that wraps itself nothing can be said
             return None
 

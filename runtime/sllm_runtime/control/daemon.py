@@ -42,7 +42,7 @@ from sllm_runtime.platform.presence import NOTHING, Presence
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.node import NodeStatus
-from sllm_runtime.protocol.subjects import STATUS_ALL, node_command
+from sllm_runtime.protocol.subjects import STATUS_ALL, TOKEN, node_command
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ControllerSettings(ProviderSettings):
     """``SLLM_CONTROLLER``: its identity where no identity file says it. ``SLLM_POLICY``: how nodes are chosen, one of
     ``scheduling.policies.POLICIES``."""
 
-    controller: str = Field(default="controller", max_length=80, pattern=r"^[A-Za-z0-9_-]+$")
+    controller: str = Field(default="controller", pattern=TOKEN)
     secrets: Path | None = None
     """Directory of the platform's secrets; default: in ``home``. All its controllers need the same, or one key."""
     secrets_key: Path | None = None

@@ -30,9 +30,17 @@ class Announcer:
         self._at = clock()
         self._dropped = 0
 
-    def tell(self, kind: Kind, message: str = "", fields: dict[str, str] | None = None, **about: Any) -> bool:
-        """Publish one event; ``about``: function, version, instance, node, call. Whether it went out. Never waits;
-        raises nothing while the bus is open."""
+    def tell(
+        self,
+        kind: Kind,
+        message: str = "",
+        fields: dict[str, str] | None = None,
+        *,
+        at: float | None = None,
+        **about: Any,
+    ) -> bool:
+        """Publish one event of now, or of ``at``; ``about``: function, version, instance, node, call. Whether it went
+        out. Never waits; raises nothing while the bus is open."""
         now = self._clock()
         self._left = min(float(BURST), self._left + (now - self._at) * RATE)
         self._at = now
@@ -42,7 +50,8 @@ class Announcer:
         self._left -= 1.0
         more = {**(fields or {}), **({DROPPED: str(self._dropped)} if self._dropped else {})}
         text = message[:MESSAGE_MOST]
-        event = Event(kind=kind, at=self._wall(), component=self._component, message=text, fields=more, **about)
+        when = self._wall() if at is None else at
+        event = Event(kind=kind, at=when, component=self._component, message=text, fields=more, **about)
         try:
             subject = subjects.event(self._component, self._bus.identity, kind, event.function, event.call)
             self._bus.publish_now(subject, event)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections import deque
@@ -69,11 +68,10 @@ class Chronicle:
         """Everything that waits. Raises ``SllmError`` if it did not get there."""
         bus = await self._connect()
         try:
+            announcer = Announcer(bus, COMPONENT, time.monotonic, self._wall)
             told = len(self._waiting)
             for daemon, message, at in list(self._waiting):
-                # When it was, which may be long ago: it is told when it can be. One each: there are BURST at most.
-                announcer = Announcer(bus, COMPONENT, time.monotonic, functools.partial(float, at))
-                announcer.tell(Kind.DAEMON_RESTARTED, message, {"daemon": daemon})
+                announcer.tell(Kind.DAEMON_RESTARTED, message, {"daemon": daemon}, at=at)  # which may be long ago
             await bus.flush()
         finally:
             await bus.close()

@@ -7,12 +7,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,80}\Z")
+TOKEN: Final = r"^[A-Za-z0-9_-]{1,80}$"
+"""What can be one token of a subject, as settings and schemas say it."""
+_TOKEN = re.compile(TOKEN)
 
 
 def is_token(text: str) -> bool:
     """Whether ``text`` can be one token of a subject."""
-    return _TOKEN.match(text) is not None
+    return _TOKEN.fullmatch(text) is not None
 
 
 def token(text: str) -> str:

@@ -176,24 +176,35 @@ def test_a_long_prompt_has_a_chunk_in_every_second_step_once_it_was_passed() -> 
     assert (steps - STARVED) // 2 - 1 <= chunks <= (steps - STARVED) // 2 + 1, chunks
 
 
-def test_many_callers_with_short_prompts_do_not_keep_a_long_one_from_its_first_token() -> None:
-    """60 callers that ask again as soon as they are answered: their prompts alone are all that a step computes."""
-    scheduler, asked, callers = Scheduler(Pages(20_000), Limits()), 0, list[Sequence]()
-    long = None
-    for taken in range(400):
+def beside_callers(steps: int, coming: dict[int, tuple[int, int]]) -> list[Sequence]:
+    """60 callers that ask for 200 tokens again as soon as they are answered: their prompts alone are all that a step
+    computes. ``coming``: the prompts that come in a step, by number and length; until the last has its first token."""
+    scheduler, asked, callers, others = Scheduler(Pages(40_000), Limits()), 0, list[Sequence](), list[Sequence]()
+    for taken in range(steps):
         while len(callers) < 60:
             asked += 1
             callers.append(scheduler.add(request(asked, range(1000 * asked, 1000 * asked + 200))))
-        if taken == 100:
-            long = scheduler.add(request(0, range(10**8, 10**8 + 8000)))
+        if taken in coming:
+            number, length = coming[taken]
+            others.append(scheduler.add(request(10**6 + number, range(number * 10**8, number * 10**8 + length))))
         step(scheduler)
         for each in [each for each in callers if each.produced >= 30]:
             scheduler.remove(each)
             callers.remove(each)
-        if long is not None and long.produced:
+        if len(others) == len(coming) and others[-1].produced:
             break
-    assert long is not None
+    return others
+
+
+def test_many_callers_with_short_prompts_do_not_keep_a_long_one_from_its_first_token() -> None:
+    (long,) = beside_callers(400, {100: (1, 8000)})
     assert long.produced, f"{long.computed} of its 8000 tokens in 300 steps"
+
+
+def test_a_prompt_of_some_length_does_not_wait_until_a_very_long_one_is_done() -> None:
+    """Both are passed by the callers; one has three chunks left, the other 250."""
+    _, some = beside_callers(360, {100: (1, 32_000), 160: (2, 300)})
+    assert some.produced, f"{some.computed} of its 300 tokens in 200 steps"
 
 
 def test_who_begins_takes_no_page_that_those_before_will_need() -> None:
@@ -394,25 +405,3 @@ def test_who_gave_its_pages_up_before_it_computed_any_has_found_what_it_finds() 
     while not second.produced:
         computed += sum(chunk.count for chunk in step(scheduler) if chunk.sequence is second)
     assert second.cached == len(second.request.prompt) - computed, (second.cached, computed)
-
-
-def test_a_prompt_of_some_length_does_not_wait_until_a_very_long_one_is_done() -> None:
-    """Both are passed by callers with short prompts; one has three chunks left, the other 250."""
-    scheduler, asked, callers = Scheduler(Pages(40_000), Limits()), 0, list[Sequence]()
-    some = None
-    for taken in range(360):
-        while len(callers) < 60:
-            asked += 1
-            callers.append(scheduler.add(request(asked, range(1000 * asked, 1000 * asked + 200))))
-        if taken == 100:
-            scheduler.add(request(0, range(10**8, 10**8 + 32_000)))
-        if taken == 160:
-            some = scheduler.add(request(10**6, range(2 * 10**8, 2 * 10**8 + 300)))
-        step(scheduler)
-        for each in [each for each in callers if each.produced >= 30]:
-            scheduler.remove(each)
-            callers.remove(each)
-        if some is not None and some.produced:
-            break
-    assert some is not None
-    assert some.produced, f"{some.computed} of its 300 tokens in 200 steps"
