@@ -170,8 +170,8 @@ class Platform:
 def token(environment: Mapping[str, str]) -> str:
     """``SLLM_TOKEN``, else a fresh one. Raises ``InvalidRequest`` for one that no client could send."""
     said = environment.get("SLLM_TOKEN") or secrets.token_urlsafe(32)
-    said = said.strip() or said  # of a file's last line end gateways take no notice either
-    if not (said.isascii() and said.isprintable() and said.strip()):
+    said = said.strip()  # of a file's last line end gateways take no notice either
+    if not (said and said.isascii() and said.isprintable()):
         text = "SLLM_TOKEN holds a line end or another character that no token has (printable ASCII only), or nothing"
         raise InvalidRequest(text, field="SLLM_TOKEN")
     return said

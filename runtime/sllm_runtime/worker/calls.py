@@ -282,19 +282,20 @@ _OF_THREADS: Final[contextvars.ContextVar[tuple[bool, Any]]] = contextvars.Conte
 
 def _torchs() -> tuple[bool, Any]:
     """What torch keeps for each thread, and a module or ``setup`` may have set in this one: whether gradients are
-    recorded, and the default device."""
-    torch = sys.modules.get("torch")  # who has not imported it has set nothing
-    return (torch.is_grad_enabled(), torch.get_default_device()) if torch is not None else (True, None)
+    recorded, and the default device; None: torch's own."""
+    torch = sys.modules.get("torch")
+    if torch is None:  # who has not imported it has set nothing
+        return True, None
+    device = torch.get_default_device()
+    return torch.is_grad_enabled(), device if device != torch.device("cpu") else None
 
 
 def _set_torchs(grad: bool, device: Any) -> None:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
+    """In a fresh thread, which has torch's own."""
     if not grad:
-        torch.set_grad_enabled(False)
-    if device is not None and device != torch.get_default_device():  # by a mode, which costs each operation a little
-        torch.set_default_device(device)
+        sys.modules["torch"].set_grad_enabled(False)
+    if device is not None:  # by a mode, which costs each operation a little
+        sys.modules["torch"].set_default_device(device)
 
 
 def _end_child(error: ErrorBody | None) -> NoReturn:
