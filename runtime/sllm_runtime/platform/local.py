@@ -199,8 +199,10 @@ def specs(
     for name in options.controller_names:
         own = {"SLLM_CONTROLLER": name, "SLLM_SECRETS": str(layout.secrets), **store}
         found.append(_daemon(layout, base, name, "sllm_runtime.control", name, 3, own))
+    # Their keys were made with the server, so nobody else can live in it under their names: there is none to look for.
+    nodes = {"SLLM_NAME_WAIT": "0"} | base if server else base
     for name in options.node_names:
-        found += _node(options.nodes, layout, base, name, name, first=name == options.node_names[0])
+        found += _node(options.nodes, layout, nodes, name, name, first=name == options.node_names[0])
     for name, port in zip(options.gateway_names, options.ports, strict=True):
         own = {
             "SLLM_GATEWAY": name,

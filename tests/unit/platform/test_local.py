@@ -188,6 +188,18 @@ def test_nodes_that_stop_with_their_platform_wait_for_nobody_to_move_what_they_r
     assert spec.grace_s > InvokerSettings.load(spec.env).node_drain
 
 
+def test_nodes_with_keys_of_their_own_look_for_no_other_of_their_name(tmp_path: Path) -> None:
+    """Keys are made with the embedded server, and anew each time; a cluster has keys that anybody may hold."""
+    given = options(tmp_path / "run")
+    before = Layout(given.data).identity_file("n1")
+    found = [(InvokerSettings.load(made(given)["invoker-n1"].env).name_wait, before.read_text()) for _ in range(2)]
+    assert [wait for wait, _ in found] == [0, 0]
+    assert found[0][1] != found[1][1]
+    assert InvokerSettings.load(made(given, {"SLLM_NAME_WAIT": "2"})["invoker-n1"].env).name_wait == 2
+    joins = made(options(tmp_path / "joins", nats_url="nats://10.0.0.1:4222"))["invoker-n1"]
+    assert InvokerSettings.load(joins.env).name_wait > 0
+
+
 def test_more_that_functions_must_not_see_is_read_as_daemons_read_it(tmp_path: Path) -> None:
     private = made(options(tmp_path / "a"), {"SLLM_PRIVATE": "/keys, /more"})["invoker-n1"].env["SLLM_PRIVATE"]
     assert {"/keys", "/more"} < set(json.loads(private))
