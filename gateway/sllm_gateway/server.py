@@ -182,8 +182,8 @@ class Connection(HttpToolsProtocol):
         """What is no HTTP gets an error of ours as well; behind or in the body of a request that has no answer yet, in
         place of that: whose Content-Length counts characters would else hear nothing."""
         cycle = self.cycle
-        # Whose body was taken already may go on without its caller (``respond-async``): then it was not refused.
-        taken = cycle is not None and not (cycle.more_body or cycle.body)
+        # One that is kept and whose body was taken may go on without its caller: then it was not refused.
+        taken = cycle is not None and not (cycle.more_body or cycle.body) and _is_kept(cycle.scope)
         if self._why or self.pipeline or cycle is None or cycle.response_started or taken:
             self._refuse(self._why or InvalidRequest(msg))
             return
@@ -281,6 +281,10 @@ class _Parser:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _is_kept(scope: Any) -> bool:
+    return any(name in (b"prefer", b"idempotency-key") for name, _ in scope["headers"])
 
 
 async def _without_chunks(cycle: Any, send: Callable[[Any], Awaitable[None]], message: Any) -> None:

@@ -31,6 +31,11 @@ def call_target(target: Any) -> Callable[..., Any]:
         raise InvalidManifest(
             f"@model_function stands on {type(target).__name__} {target!r:.80}; it goes on a function or a class"
         )
+    try:
+        inspect.unwrap(target)
+    except ValueError as error:  # ``typing.get_type_hints`` would follow it without end
+        text = f"{target.__qualname__}: {error}; a decorator has set its __wrapped__ to itself"
+        raise InvalidManifest(text) from error
     return target
 
 

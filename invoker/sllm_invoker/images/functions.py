@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from sllm_invoker.images.requirements import checked
 from sllm_runtime.protocol.errors import ImageFailed, Unavailable
 
 log = logging.getLogger(__name__)
+
+SHORT: Final = "[0-9a-f]{1,11}"
+"""Engines show twelve digits of an id, and take any number."""
 
 PIP_S: Final = 900.0
 
@@ -59,6 +63,8 @@ class FunctionImages:
             if await self._images.has_image(image):
                 raise
             found = ""
+        if found and re.fullmatch(SHORT, image) and not await self._images.has_image(image):
+            found = ""  # a name that is not here, and by chance how another image's id begins
         if not found:
             text = f"image {image!a:.200} is not on this node: pull or load it with the node's container engine"
             raise ImageFailed(text, field="image")

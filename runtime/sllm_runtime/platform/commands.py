@@ -73,8 +73,7 @@ def up(
     _refuse_flags("up", flags, "url", "token")
     settings = Settings.load()
     pool = 0 if node else PoolSettings.load().most
-    if node or nodes or pool:
-        require_calls()
+    require_calls(nodes=bool(node or nodes or pool))
     _require_temporary()
     if node:
         if detach:

@@ -66,14 +66,14 @@ def lead_group() -> None:
             os.close(terminal)
 
 
-def require_calls() -> None:
-    """Raise ``Unavailable`` where the kernel, or a filter of system calls, refuses what nodes cannot do without."""
+def require_calls(*, nodes: bool) -> None:
+    """Raise ``Unavailable`` where the kernel, or a filter of system calls, refuses what a platform (its end, by
+    ``sllm down``), or one with ``nodes``, cannot do without."""
     if not ON_LINUX:
         return
-    calls: dict[str, Callable[[], int]] = {
-        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
-        "memfd_create": lambda: os.memfd_create("sllm-up"),
-    }
+    calls: dict[str, Callable[[], int]] = {"pidfd_open": lambda: os.pidfd_open(os.getpid())}
+    if nodes:
+        calls["memfd_create"] = lambda: os.memfd_create("sllm-up")
     for name, call in calls.items():
         try:
             os.close(call())

@@ -128,8 +128,10 @@ def _become_main(target: Any) -> None:
 def _functions(target: Any) -> Iterator[FunctionType]:
     """What ``target`` is made of, behind its decorators as well."""
     made = [each for kind in target.__mro__ for each in vars(kind).values()] if isinstance(target, type) else [target]
+    seen: set[int] = set()  # of wrappers: one may wrap itself
     for each in made:
-        while isinstance(each, FunctionType | staticmethod | classmethod):
+        while isinstance(each, FunctionType | staticmethod | classmethod) and id(each) not in seen:
+            seen.add(id(each))
             if isinstance(each, FunctionType):
                 yield each
             each = getattr(each, "__wrapped__", None)

@@ -201,7 +201,8 @@ class Calls:
         current.set(call)
         TRACEPARENT.set(call.head.traceparent)
         console.current_call.set(call.number)
-        decimal.setcontext(decimal.getcontext().copy())  # a copy of a context has the very same one within
+        if type(within := decimal.getcontext()) is decimal.Context:  # of a subclass a copy would be a plain one
+            decimal.setcontext(within.copy())  # a copy of a context has the very same one within
         error: ErrorBody | None = None
         process = os.getpid()
         try:

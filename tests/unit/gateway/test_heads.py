@@ -423,3 +423,23 @@ async def test_a_call_that_is_kept_is_not_told_to_be_refused(nats: Nats, monkeyp
         goes_on = len(w.gateway.calls)
         go_on.set()
         assert not (goes_on and answer.startswith(b"HTTP/1.1 4")), answer
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b'POST /fn/hang HTTP/1.1\r\nhost: x\r\n\r\n{"to": 1}'],
+        [b"POST /fn/hang HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}", b'\xa9"}'],
+    ],
+    ids=["without a length", "its rest a packet later"],
+)
+async def test_a_call_that_is_not_kept_is_told_of_what_is_behind_it(nats: Nats, parts: list[bytes]) -> None:
+    """Its body was taken by then; it ends with its connection, and nobody has run it."""
+    async with world(nats) as w, connected(w) as sock:
+        await w.deploy(manifest("hang"), entry(), script=hang)
+        for part in parts:
+            await send(sock, part)
+            if part is not parts[-1]:
+                await until(lambda: len(w.gateway.calls) == 1)
+        answer = await rest(sock)
+        assert answer.startswith(b"HTTP/1.1 400"), answer

@@ -131,6 +131,12 @@ def takes_a_function(f: Callable[[], object]) -> None: ...
 def unresolved(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
+def wraps_itself() -> None: ...
+
+
+wraps_itself.__wrapped__ = wraps_itself  # type: ignore[attr-defined]
+
+
 class Silent:
     """Nothing to call."""
 
@@ -144,6 +150,7 @@ class Silent:
         (unresolved, "type hints cannot be resolved: name 'Nowhere'"),
         (Silent, "class Silent has no __call__ method"),
         (3, "stands on int 3"),
+        (wraps_itself, "wraps_itself: wrapper loop .* set its __wrapped__ to itself"),
         (len, "stands on builtin_function_or_method"),
     ],
 )

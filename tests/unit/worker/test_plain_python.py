@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sllm_runtime.worker import bundle
 from tests.unit.worker.harness import Worker, Zygote, bundle_of, manifest
 
 DECIMAL = """
@@ -54,18 +55,30 @@ def fn():
 """
 
 
+MONEY = """
+import decimal
+class Money(decimal.Context):
+    def cents(self, amount):
+        return self.quantize(amount, decimal.Decimal("0.01"))
+decimal.setcontext(Money(prec=12))
+def fn():
+    return str(decimal.getcontext().cents(decimal.Decimal(1) / 3))
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "output"),
     [
         (DECIMAL.format("", "return"), "function", "0." + "3" * 50),
         (DECIMAL.format("", "yield"), "generator", "0." + "3" * 50),
         (DECIMAL.format("async ", "return"), "async_function", "0." + "3" * 50),
+        (MONEY, "function", "0.33"),
         (CONTEXT, "class", "acme"),
         (NUMPY, "function", "raise"),
         (GRAD, "class", 2),
         (DEVICE, "function", "meta"),
     ],
-    ids=["decimal", "decimal-generator", "decimal-async", "contextvar", "numpy", "grad", "device"],
+    ids=["decimal", "decimal-generator", "decimal-async", "own-decimal", "contextvar", "numpy", "grad", "device"],
 )
 def test_what_a_module_or_setup_has_set_holds_in_calls(
     worker: Worker, tmp_path: Path, text: str, kind: Any, output: Any
@@ -314,3 +327,11 @@ def test_what_a_forked_child_flushes_is_in_the_log_without_an_end(worker: Worker
     worker.start(manifest(), bundle_of({"user.py": PART}), workdir=tmp_path)
     assert worker.run().outputs == [0]
     assert "done 3/10" in piped(worker, 1)
+
+
+def test_a_method_that_says_it_wraps_itself_is_looked_at_once() -> None:
+    class Odd:
+        def run(self) -> None: ...
+
+    Odd.run.__wrapped__ = Odd.run  # type: ignore[attr-defined]
+    assert list(bundle._functions(Odd)) == [Odd.run]

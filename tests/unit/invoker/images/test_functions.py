@@ -57,6 +57,23 @@ async def test_an_image_that_is_named_is_on_the_node_or_refused(images: Function
         await images.ensure("example/mine:1", ["flask"])
 
 
+async def test_a_name_that_is_not_here_is_not_by_chance_how_another_images_id_begins(
+    images: FunctionImages, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """podman finds an image by two digits of its id."""
+    digits = "ada58222ebbec39b5b7eae66360af76953279dc57066a69a91ff542531997b73"
+    store.images["cafe"] = "there"
+
+    async def by_any_digits(name: str) -> str:
+        return digits if digits.startswith(name) else await Store.identity(store, name)
+
+    monkeypatch.setattr(store, "identity", by_any_digits)
+    assert await images.ensure(digits[:12], ()) == digits
+    assert await images.ensure("cafe", ()) == "cafe"
+    with pytest.raises(ImageFailed, match="is not on this node"):
+        await images.ensure("ada", ())
+
+
 async def test_what_our_program_refuses_is_told_as_it_is(store: Store, tmp_path: Path) -> None:
     made = Base(store, tmp_path / "images", {}, (sys.executable, "-c", PRODUCER))
     images = FunctionImages(store, made, tmp_path / "images", {})

@@ -176,12 +176,13 @@ def test_a_long_prompt_has_a_chunk_in_every_second_step_once_it_was_passed() -> 
     assert (steps - STARVED) // 2 - 1 <= chunks <= (steps - STARVED) // 2 + 1, chunks
 
 
-def beside_callers(steps: int, coming: dict[int, tuple[int, int]]) -> list[Sequence]:
-    """60 callers that ask for 200 tokens again as soon as they are answered: their prompts alone are all that a step
-    computes. ``coming``: the prompts that come in a step, by number and length; until the last has its first token."""
+def beside_callers(steps: int, coming: dict[int, tuple[int, int]], most: int = 60) -> list[Sequence]:
+    """``most`` callers that ask for 200 tokens again as soon as they are answered: their prompts alone are all that a
+    step computes. ``coming``: the prompts that come in a step, by number and length; until the last has its first
+    token."""
     scheduler, asked, callers, others = Scheduler(Pages(40_000), Limits()), 0, list[Sequence](), list[Sequence]()
     for taken in range(steps):
-        while len(callers) < 60:
+        while len(callers) < most:
             asked += 1
             callers.append(scheduler.add(request(asked, range(1000 * asked, 1000 * asked + 200))))
         if taken in coming:
@@ -205,6 +206,14 @@ def test_a_prompt_of_some_length_does_not_wait_until_a_very_long_one_is_done() -
     """Both are passed by the callers; one has three chunks left, the other 250."""
     _, some = beside_callers(360, {100: (1, 32_000), 160: (2, 300)})
     assert some.produced, f"{some.computed} of its 300 tokens in 200 steps"
+
+
+def test_one_between_is_not_passed_by_both() -> None:
+    """Among those that the callers pass are always one of 32,000, which was passed for longest, and one of 300, which
+    has the least left; one of 3,000 is neither."""
+    fresh = {step: (number, 300) for number, step in enumerate(range(60, 760, 4), 3)}
+    _, between, *_ = beside_callers(760, {40: (1, 32_000), 50: (2, 3000), **fresh}, most=50)
+    assert between.produced, f"{between.computed} of its 3000 tokens in 710 steps"
 
 
 def test_who_begins_takes_no_page_that_those_before_will_need() -> None:

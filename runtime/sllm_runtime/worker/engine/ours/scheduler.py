@@ -104,6 +104,11 @@ class Sequence:
         it does not: the last row is to tell of an id that is not known yet."""
         return len(self.tokens) - (self.held and self.request.retell)
 
+    @property
+    def left(self) -> int:
+        """How many of them are not computed yet."""
+        return self.wanted - self.computed
+
     def move(self, state: State) -> None:
         """Change the state. Raises ``ValueError`` for what the table does not have."""
         if state not in TRANSITIONS[self.state]:
@@ -219,11 +224,12 @@ class Scheduler:
         begun = [sequence for sequence in self.running if sequence.state is State.PREFILL]
         for sequence in begun:
             self._find_more(sequence)
-        begun.sort(key=lambda sequence: sequence.wanted - sequence.computed)
+        begun = sorted((each for each in begun if each.state is State.PREFILL), key=lambda each: each.left)
         passed = [sequence for sequence in begun if self._step - sequence.served >= STARVED]
         if passed and self._step % 2:  # one of them, in every second step: else they would take all of each
-            # By turns who was longest, and who has the least left: it would else be passed until the other is done.
-            turn = min(passed, key=lambda sequence: sequence.served) if self._step % 4 == 1 else passed[0]
+            # By turns who was longest, and who was longest for what it has left: it would else be passed until the
+            # other is done.
+            turn = min(passed, key=lambda each: each.served) if self._step % 4 == 1 else max(passed, key=self._due)
             begun.remove(turn)
             begun.insert(0, turn)
         coming: set[bytes] = set()
@@ -237,6 +243,10 @@ class Scheduler:
                 coming.update(sequence.key(page) for page in range(first, end))
         self._blocked = not chunks
         return chunks
+
+    def _due(self, sequence: Sequence) -> float:
+        """Steps that it was passed, by what it has left: the highest response ratio is next."""
+        return (self._step - sequence.served) / sequence.left
 
     @property
     def tells(self) -> bool:
@@ -261,8 +271,7 @@ class Scheduler:
         (``Step.lengths``)."""
         sequence.tokens += ids
         sequence.told += 0 if sequence.request.retell else len(ids)
-        left = sequence.wanted - sequence.computed
-        if ids and sequence.state in (State.DECODE, State.HELD) and left > (not sequence.held):
+        if ids and sequence.state in (State.DECODE, State.HELD) and sequence.left > (not sequence.held):
             sequence.move(State.PREFILL)
         self._blocked = False
 
@@ -316,9 +325,8 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.sequence.state is State.DECODE]
 
     def _prefill(self, sequence: Sequence, room: int, chunks: list[Chunk]) -> int:
-        left = sequence.wanted - sequence.computed
         others = len(self.waiting) + sum(1 for each in self.running if each.state is State.PREFILL) > 1
-        count = min(left, room, self.limits.quantum if others else room)
+        count = min(sequence.left, room, self.limits.quantum if others else room)
         if sequence.state is not State.PREFILL or count <= 0:
             return 0
         grown = self._grow(sequence, sequence.computed + count)
