@@ -6,13 +6,13 @@ in turn; the controller tells of each start what it expected and what it took, b
 page of them is cached. ``contended``: all three at once from the SSD, so that they wait for each other on the disk. The
 first round of each case teaches and is not counted. ``held_out_ssd``, ``held_out_dram``: starts on nodes on which none
 was before (``estimator_held_out``). ``ssd_steady``, ``contended_steady``: as without, but the kernel gives loaderd 600
-MB/s of the disk (``throttle``), since the disk of a virtual machine has another speed every few minutes. Samples are
-errors: how far what was expected is from what it took. Beside each ``constant``, the mean of all earlier starts of the
-same function in the case; where it is as good, or nearly, the notes say so. And ``spread``: how far equal starts (of
-one size, in one case) are from their own median, which nobody knows before. That is this machine's noise, under which
-no expectation gets; ``extra`` says which stages it is of. The worst start is named with the term of what was expected
-that was furthest from what it took. A full run takes 40 minutes, a quick one three: ``--only`` makes records of a
-quarter of an hour.
+MB/s of the disk (``throttle``), since the disk of a virtual machine has another speed every few minutes; it does so in
+slices of 0.1 s, so the models of these are of many such slices. Samples are errors: how far what was expected is from
+what it took. Beside each ``constant``, the mean of all earlier starts of the same function in the case; where it is as
+good, or nearly, the notes say so. And ``spread``: how far equal starts (of one size, in one case) are from their own
+median, which nobody knows before. That is this machine's noise, under which no expectation gets; ``extra`` says which
+stages it is of. The worst start is named with the term of what was expected that was furthest from what it took. A full
+run takes 40 minutes, a quick one three: ``--only`` makes records of a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ KNOWN: Final = ("dram", "ssd", "contended", f"ssd{STEADY}", f"contended{STEADY}"
 CASES: Final = (*KNOWN, *estimator_held_out.TIERS)
 STEADY_BYTES_S: Final = 600 * 10**6
 """Less than a disk has at any time that its others leave it."""
+STEADY_MIB: Final = (256, 768, 2048)
+"""Of the models there. With one of 64 MiB it is the order of slices that is measured: it is read within one."""
 
 
 def measure(run: Run, cases: Sequence[str]) -> None:
@@ -44,9 +46,14 @@ def measure(run: Run, cases: Sequence[str]) -> None:
     run.settings["model_mib"] = list(sizes)
     with tempfile.TemporaryDirectory(prefix="be-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
-        if known := [case for case in cases if case in KNOWN]:
+        if known := [case for case in cases if case in KNOWN and not case.endswith(STEADY)]:
             with run.attempt("known paths"):
                 _known(run, directory / "known", sizes, known)
+        if steady := [case for case in cases if case.endswith(STEADY)]:
+            larger = sizes if run.quick else STEADY_MIB
+            run.settings["steady_model_mib"] = list(larger)
+            with run.attempt("paths of one speed"):
+                _known(run, directory / "steady", larger, steady)
         if held_out := [case for case in cases if case in estimator_held_out.TIERS]:
             with run.attempt("held-out paths"):
                 estimator_held_out.measure(run, directory / "held", sizes, held_out)

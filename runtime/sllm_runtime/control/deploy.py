@@ -261,11 +261,18 @@ class Deployments:
         await self._clean(bundle)
 
     async def _again(self, deployment: Deployment, known: VersionRecord) -> Deployed:
-        """The content is there already: it gets the route, and a new chance if it was in a back-off."""
+        """The content is there already: it gets the route, and a new chance if it was in a back-off. It takes it from
+        another version as a new one does, once an instance of it is ready; one that cannot start leaves it there."""
         key = (known.function, known.version)
-        async with self.holding(known.manifest.secrets):
-            await self.look(known.manifest.secrets)
-            await self._activate(deployment, key)
+        try:
+            if not self._loop.view.active(key):
+                self._loop.change(lambda view: view.put_failure(key, None).put_trial(key, True))
+                await unless(deployment.withdrawn, self._trial(deployment, key, known.manifest))
+            async with self.holding(known.manifest.secrets):
+                await self.look(known.manifest.secrets)
+                await self._activate(deployment, key)
+        finally:
+            self._loop.change(lambda view: view.put_trial(key, False))
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
 
     def _version(self, request: Deploy, needed: Needed, digest: str) -> VersionRecord:

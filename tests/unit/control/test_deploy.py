@@ -97,6 +97,48 @@ async def test_a_new_version_takes_the_route_after_it_started_and_an_equal_old_o
     assert len(bench.node.starts) == starts
 
 
+async def _replaced(bench: Bench) -> None:
+    """Version 1 has given its route to version 2, and holds no instance any more."""
+    await bench.gateway.deploy(manifest())
+    (first,) = bench.live()
+    await bench.gateway.deploy(manifest(), b"other")
+    bench.node.put(first, InstanceState.STOPPED)
+    await until(lambda: bench.live() and first not in bench.live(), what="the old instance is gone")
+
+
+async def test_an_equal_old_one_that_holds_no_instance_takes_the_route_once_one_has_started(bench: Bench) -> None:
+    """Who has a commit reverted deploys what was there before: no caller waits for that start, as for any other."""
+    await _replaced(bench)
+    starts, loop = len(bench.node.starts), bench.controller.loop
+    bench.node.behave = lambda command: InstanceState.STARTING  # it takes its time
+    deploying = asyncio.create_task(bench.gateway.deploy(manifest()))
+    await until(lambda: len(bench.node.starts) > starts, what="one of version 1 is started")
+    assert loop.view.functions["chat"].active == 2
+    assert not deploying.done()
+    bench.node.put(bench.node.starts[-1].instance, InstanceState.READY)
+    back = await deploying
+    assert back.unchanged
+    assert back.version is not None
+    assert back.version.version == 1
+    assert loop.view.functions["chat"].active == 1
+    assert not loop.view.trials
+
+
+async def test_an_equal_old_one_that_cannot_start_any_more_leaves_the_route_where_it_is(bench: Bench) -> None:
+    await _replaced(bench)
+    error = ErrorBody(code="start_failed", message="the schema is newer", status=503, stage="setup")
+    bench.node.behave = lambda command: error
+    with pytest.raises(StartFailed, match="the schema is newer"):
+        await bench.gateway.deploy(manifest())
+    view = bench.controller.loop.view
+    assert view.functions["chat"].active == 2
+    assert {key: record.state for key, record in view.versions.items()} == {
+        ("chat", 1): VersionState.RETIRED,
+        ("chat", 2): VersionState.ACTIVE,
+    }
+    assert not view.trials
+
+
 async def test_a_first_version_that_fails_leaves_nothing(bench: Bench) -> None:
     error = ErrorBody(code="start_failed", message="ImportError: no module named nope", status=503, stage="import")
     bench.node.behave = lambda command: error
