@@ -81,5 +81,7 @@ def invalid(name: str, error: ValidationError) -> SllmError:
     field = ".".join(str(part) for part in first["loc"])
     text = str(first["msg"]).removeprefix("Value error, ")
     where = f"{name}: {field}" if field else name
+    if first["type"] in ("tuple_type", "list_type") and isinstance(first.get("input"), str):
+        text = f"it is a list of texts; write {field}=['one', 'another']"
     given = "" if isinstance(first.get("input"), dict) else f" (given: {first.get('input')!r:.80})"
     return InvalidManifest(f"{where}: {text}{given}", field=field or None)

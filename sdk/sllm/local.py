@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sllm_runtime.protocol.errors import SllmError, Unavailable
@@ -45,9 +46,13 @@ def stream_local(
     return values
 
 
-def user_error(error: BaseException) -> SllmError:
-    """What a local call raised, as a command line shows it; the user's part of the traceback is its ``detail``."""
-    shown: SllmError = _worker("error")(error)
+def user_error(error: BaseException, source: Path | None = None) -> SllmError:
+    """What a local call raised, as a command line shows it; the user's part of the traceback, which begins in
+    ``source``, is its ``detail``."""
+    trace = error.__traceback__
+    while trace is not None and (source is None or Path(trace.tb_frame.f_code.co_filename).resolve() != source):
+        trace = trace.tb_next
+    shown: SllmError = _worker("error")(error.with_traceback(trace or error.__traceback__))
     return shown
 
 

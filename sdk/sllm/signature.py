@@ -123,16 +123,27 @@ def _schema(function: Callable[..., Any], fields: dict[str, Any], extra: Any, fi
         model: Any = create_model("Arguments", __base__=base(config, extra), **fields)
         schema: dict[str, Any] = model.model_json_schema(by_alias=True, schema_generator=_Schemas)
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
-        first = str(error).splitlines()[0]
         raise InvalidManifest(
-            f"{function.__qualname__}: an argument's type cannot come as JSON: {first} "
-            "Use JSON types, dataclasses, TypedDicts or pydantic models."
+            f"{function.__qualname__}: {_culprit(fields, extra)} cannot come as JSON; hint what does: JSON types (list "
+            "for an array), dataclasses, TypedDicts or pydantic models"
         ) from error
     if extra in (None, Any):
         schema["additionalProperties"] = extra is not None
     if extra is not None and filled:
         schema["properties"] = {**schema.get("properties", {}), **{name: {"not": {}} for name in filled}}
     return schema
+
+
+def _culprit(fields: dict[str, Any], extra: Any) -> str:
+    """The parameter whose type alone makes no schema, and the type."""
+    for hint, field in fields.values():
+        try:
+            create_model("Argument", __base__=base(ConfigDict(), None), p=(hint, ...)).model_json_schema(
+                schema_generator=_Schemas
+            )
+        except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
+            return f"the type of parameter '{field.alias}', {inspect.formatannotation(hint)},"
+    return f"the type of further arguments, {inspect.formatannotation(extra)}," if extra else "an argument's type"
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -137,7 +137,10 @@ def _name(name: str) -> bytes:
 
 def _value(name: str, value: Any) -> bytes:
     try:
-        return to_json(value, inf_nan_mode="strings")
+        found = to_json(value, inf_nan_mode="strings")
+        if (b'NaN"' in found or b'Infinity"' in found) and found != to_json(value, inf_nan_mode="constants"):
+            raise InvalidArgument(f"{name}: JSON has no NaN and no infinity; send None instead", field=name)
+        return found
     except (PydanticSerializationError, UnicodeError) as error:
         raise InvalidArgument(f"{name}: {error}; arguments travel as JSON", field=name) from error
 

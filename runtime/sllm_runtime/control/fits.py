@@ -300,7 +300,8 @@ def short(need: Need, capacity: Capacity) -> tuple[str, ...]:
         if capacity.labels.get(name) != value:
             lacks.append(f"label {name}={value} (has {capacity.labels.get(name) or 'none'})")
     if need.container and "container" not in capacity.drivers:
-        lacks.append(f"a container driver for {need.container} (has {', '.join(capacity.drivers) or 'none'})")
+        has = f"has {', '.join(capacity.drivers) or 'none'}; what is started with SLLM_SANDBOX=podman or docker has one"
+        lacks.append(f"a container driver for {need.container} ({has})")
     if need.python and capacity.python and need.python != capacity.python:
         lacks.append(f"Python {need.python} (has {capacity.python})")
     if (memory := need.takes(capacity)) > capacity.memory:

@@ -310,7 +310,7 @@ def _end_child(error: ErrorBody | None) -> NoReturn:
 def described(raised: BaseException) -> ErrorBody:
     """What a user's code raised, for its caller, with the traceback below our own frames as ``detail``. An error of
     another call (it is not ``own``) is but an exception here: another caller, another instance are meant by it."""
-    trace = sendable("".join(traceback.format_exception(type(raised), raised, _users_part(raised))))
+    trace = sendable("".join(traceback.format_exception(type(raised), raised, users_part(raised))))
     if isinstance(raised, FunctionError) and is_own(raised):
         raised.detail = raised.detail or trace[-_TRACE_CHARS:]
         return raised.body()
@@ -320,10 +320,13 @@ def described(raised: BaseException) -> ErrorBody:
     return FunctionError(text, detail=trace[-_TRACE_CHARS:]).body()
 
 
-def _users_part(raised: BaseException) -> Any:
-    """The traceback from the first frame on that is not the worker's."""
+_OURS: Final = ("sllm_runtime/worker", "<frozen importlib", "/importlib/__init__.py")
+
+
+def users_part(raised: BaseException) -> Any:
+    """The traceback from the first frame on that is neither the worker's nor Python's own import."""
     trace = raised.__traceback__
-    while trace is not None and "sllm_runtime/worker" in trace.tb_frame.f_code.co_filename and trace.tb_next:
+    while trace is not None and any(path in trace.tb_frame.f_code.co_filename for path in _OURS) and trace.tb_next:
         trace = trace.tb_next
     return trace or raised.__traceback__
 

@@ -24,7 +24,7 @@ from sllm_runtime.protocol.timeline import IMPORT, PROVE, SETUP, START_STAGES, W
 from sllm_runtime.protocol.worker import Assign
 from sllm_runtime.worker import adapters, bundle, handler
 from sllm_runtime.worker.arriving import Report, Weights
-from sllm_runtime.worker.calls import run_async, run_sync
+from sllm_runtime.worker.calls import run_async, run_sync, users_part
 from sllm_runtime.worker.handle import ModelHandle
 from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import load_model
@@ -222,7 +222,7 @@ def failed(error: BaseException, stage: str) -> SllmError:
 
     A model that cannot run keeps its code, for who deploys it; the controller tells callers 503 all the same.
     """
-    trace = sendable("".join(traceback.format_exception(error)))[-64 * 1024 :]
+    trace = sendable("".join(traceback.format_exception(type(error), error, users_part(error))))[-64 * 1024 :]
     if isinstance(error, SllmError):
         if error.status >= 500 or isinstance(error, StartFailed | UnsupportedModel):
             error.stage, error.detail = error.stage or stage, error.detail or trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -37,9 +38,27 @@ def encode(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
     except TypeError as error:
-        raise FunctionError(
-            f"the function returned something that is not JSON: {error}; return JSON types, dataclasses, pydantic "
-            "models, arrays or tensors"
-        ) from error
+        text = f"the function returned something that is not JSON: {error}; return JSON types, dataclasses, pydantic "
+        text += "models, arrays or tensors"
+        with contextlib.suppress(RecursionError):
+            if (key := _no_key(value)) is not None:
+                text = f"the function returned a dict that is not JSON: its key {key} is neither text nor a number"
+        raise FunctionError(text, detail=text + "\n") from error
     except (RecursionError, ValueError, OverflowError) as error:
-        raise FunctionError(f"the function's result cannot be written as JSON: {error}") from error
+        text = f"the function's result cannot be written as JSON: {error}"
+        raise FunctionError(text, detail=text + "\n") from error
+
+
+def _no_key(value: Any) -> str | None:
+    """The first key, if any, that alone keeps a dict of ``value`` from being JSON."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            try:
+                _encoder.encode({key: None})
+            except (TypeError, ValueError, OverflowError):
+                return f"{key!r:.80} ({type(key).__name__})"
+            if (found := _no_key(inner)) is not None:
+                return found
+    elif isinstance(value, list | tuple):
+        return next((found for each in value if (found := _no_key(each)) is not None), None)
+    return None

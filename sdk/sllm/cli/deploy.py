@@ -15,7 +15,7 @@ from sllm.cli import load, output
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.client import Client
-from sllm_runtime.protocol.errors import SllmError
+from sllm_runtime.protocol.errors import SllmError, StartFailed
 from sllm_runtime.protocol.http import DeployResult
 from sllm_runtime.protocol.quantities import show_bytes
 
@@ -60,7 +60,12 @@ def _deploy(built: Bundle, connection: Client, *, quiet: bool) -> DeployResult:
     with naming(fate), output.progress(name, quiet=quiet) as observe:
         deployment.upload(built, connection, observe)
         asked = True
-        return deployment.deploy_stored(built, connection, observe, request)
+        try:
+            return deployment.deploy_stored(built, connection, observe, request)
+        except StartFailed as error:
+            if not quiet and error.stage in ("import", "setup"):  # its own code ran
+                error.message += f"; see `sllm fn logs {name}`"
+            raise
 
 
 def _link(built: Bundle, link: str) -> str:

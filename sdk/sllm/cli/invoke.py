@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from sllm.cli import arguments, output, show
 from sllm.cli.context import Json, client
 from sllm.cli.interrupt import naming
 from sllm.client import Client
-from sllm_runtime.protocol.errors import InvalidArgument
+from sllm_runtime.protocol.errors import FunctionError, InvalidArgument
 from sllm_runtime.protocol.http import FunctionView, ProgressView
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments.")]
@@ -39,7 +40,7 @@ def invoke(
     given, trace = given_words(words, args), Trace()
     with client(context) as connection:
         found = {**given[1], **_meant(connection, name, given[0], version, quiet=json)}
-        with naming(lambda: _fate(name, trace)):
+        with naming(lambda: _fate(name, trace)), _told_where(name, trace, json):
             if stream:
                 _stream(connection, name, found, version, trace, json)
             else:
@@ -48,6 +49,18 @@ def invoke(
                 show_value(answer, json)
     if verbose:
         _tell(trace, json)
+
+
+@contextmanager
+def _told_where(name: str, trace: Trace, as_json: bool) -> Iterator[None]:
+    """What a function raised is told by its type and text, which may be empty; its log has the line."""
+    try:
+        yield
+    except FunctionError as error:
+        if trace.call and not as_json:
+            said = error.message.rstrip().rstrip(":")
+            error.message = f"{said}; see `sllm fn logs {name} --call {trace.call}`"
+        raise
 
 
 def _fate(name: str, trace: Trace) -> str:

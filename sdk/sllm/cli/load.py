@@ -30,15 +30,30 @@ def load(target: str) -> list[ModelFunction[Any, Any, Any]]:
             return [found[name]]
         raise InvalidBundle(_not_there(where, name, module, own))
     if not own:
-        raise InvalidBundle(
-            f"{where} describes no function; put @model_function above one (from sllm import model_function)"
-        )
+        raise InvalidBundle(f"{where} describes no function; {_why_none(module)}")
     functions = list(dict.fromkeys(own.values()))
     names = [function.name for function in functions]
     twice = next((each for each in names if names.count(each) > 1), None)
     if twice is not None:
         raise InvalidBundle(f"{where} describes {twice!r} twice; give one another name=")
     return functions
+
+
+def _why_none(module: ModuleType) -> str:
+    """What to do where a module has no described function by a name of its own."""
+    owner = next(
+        (
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__
+            for each in vars(value).values()
+            if isinstance(getattr(each, "__func__", each), ModelFunction)
+        ),
+        None,
+    )
+    if owner is not None:
+        return f"@model_function stands on a method of class {owner}; put it above the class, or above a function"
+    return "put @model_function above one (from sllm import model_function), outside of `if __name__ == ...`"
 
 
 def one(target: str) -> ModelFunction[Any, Any, Any]:
@@ -64,7 +79,18 @@ def _module(where: str) -> ModuleType:
         if not path.is_file():
             raise InvalidBundle(f"{path.parent} has no {FILE}; name the file that describes the function")
     if path.suffix != ".py" and not path.exists():
-        return _imported(where, Path.cwd(), where)
+        file, colon, name = where.partition(".py:")
+        if colon:
+            raise InvalidBundle(f"{where} is not there; a function of a file is named by two colons: {file}.py::{name}")
+        if not all(part.isidentifier() for part in where.split(".")):
+            raise InvalidBundle(f"{where} is not there; name a .py file")
+        try:
+            return _imported(where, Path.cwd(), where)
+        except InvalidBundle as error:
+            missing = error.__cause__
+            if isinstance(missing, ModuleNotFoundError) and missing.name in _parents(where):
+                raise InvalidBundle(f"there is no file or module {where}; name a .py file") from missing
+            raise
     if path.suffix != ".py" or not path.is_file():
         raise InvalidBundle(f"{path} is {'no Python file' if path.exists() else 'not there'}; name a .py file")
     path = path.resolve()
@@ -74,6 +100,12 @@ def _module(where: str) -> ModuleType:
         other = module.__file__ or "built in"
         raise InvalidBundle(f"{path} is imported as {name!r}, but so is another module here ({other}); rename the file")
     return module
+
+
+def _parents(name: str) -> list[str]:
+    """A module's name and those of the packages that it is in."""
+    parts = name.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def _imported(where: str, root: Path, name: str) -> ModuleType:

@@ -33,7 +33,7 @@ def run(
     except (SllmError, streams.Closed):
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
-        problem = local.user_error(error)
+        problem = local.user_error(error, function.source_file())
         if problem.detail and not json:
             output.note(problem.detail.rstrip())
         raise problem from error

@@ -208,7 +208,7 @@ RANKED = {"engine": True, "model": "/m", "parallelism": {"tensor": 2}}
         ({"memory": "1TB"}, Unsatisfiable, "of memory"),
         ({"cpu": 99}, Unsatisfiable, "99 CPUs"),
         ({"labels": {"zone": "moon"}}, Unsatisfiable, "label zone=moon"),
-        ({"requirements": ["flask"]}, Unsatisfiable, "container driver for requirements flask"),
+        ({"requirements": ["flask"]}, Unsatisfiable, "container driver for requirements flask .*SLLM_SANDBOX=podman"),
         ({"parallelism": {"tensor": 2, "pipeline": 2}}, Unsatisfiable, "leave one of them out"),
         ({"parallelism": {"pipeline": 17}}, Unsatisfiable, "at most 16 processes, 17 are asked for"),
         ({"parallelism": {"pipeline": 2}}, Unsatisfiable, "needs engine=True"),

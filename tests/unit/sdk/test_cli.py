@@ -23,6 +23,7 @@ from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
     BY_CODE,
     DeadlineExceeded,
+    FunctionError,
     FunctionNotFound,
     InvalidArgument,
     NoCapacity,
@@ -200,6 +201,15 @@ def test_an_error_in_mid_stream(gateway: Gateway) -> None:
     done = here("fn", "invoke", "chat")
     assert (done.returncode, done.stdout) == (5, "de\n")
     assert "weights are broken (weights)  [start_failed]" in done.stderr
+
+
+def test_what_a_function_raised_is_said_with_where_its_line_is(gateway: Gateway) -> None:
+    """Type and text alone may say nothing: ``AssertionError: ``."""
+    ends = error(FunctionError("AssertionError: "))
+    gateway.will(Answer((progress("setup"), ends)))
+    done = here("fn", "invoke", "chat")
+    assert f"error: AssertionError; see `sllm fn logs chat --call {CALL}`" in done.stderr
+    assert refused(here("fn", "invoke", "chat", "--json"))["message"] == "AssertionError: "
 
 
 def test_wrong_usage() -> None:
@@ -473,6 +483,17 @@ def test_a_deployment_that_fails(gateway: Gateway, tmp_path: Path) -> None:
     done = here("fn", "deploy", "function.py")
     assert done.returncode == 5
     assert "needs an H100; node n1 has none" in done.stderr
+
+
+@pytest.mark.parametrize(("stage", "points"), [("import", True), ("setup", True), ("sandbox", False)])
+def test_a_start_that_a_functions_own_code_fails_says_where_its_line_is(
+    gateway: Gateway, tmp_path: Path, stage: str, points: bool
+) -> None:
+    (tmp_path / "function.py").write_text(TEXT)
+    gateway.will(Answer((error(StartFailed(f"{stage} failed: KeyError: 'A'", stage=stage)),)))
+    done = here("fn", "deploy", "function.py")
+    assert done.returncode == 5
+    assert ("; see `sllm fn logs chat`" in done.stderr) is points
 
 
 # --- the rest -------------------------------------------------------------------------------------
@@ -1165,6 +1186,14 @@ def test_what_a_function_raises_here_is_one_object_for_a_program(tmp_path: Path)
     run = ("run", str(tmp_path / "function.py"), "text=no")
     assert "raise ValueError(text)" in here(*run).stderr
     assert refused(here(*run, "--json"))["code"] == "function_error"
+
+
+def test_what_a_function_raises_here_is_shown_from_its_own_first_line_on(tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(TEXT.replace("return text", "raise ValueError(text)"))
+    said = here("run", str(tmp_path / "function.py"), "text=no").stderr
+    frames = [line for line in said.splitlines() if line.startswith("  File ")]
+    assert len(frames) == 1, said
+    assert "function.py" in frames[0]
 
 
 def test_a_pipe_that_breaks_within_a_function_is_its_error_and_not_our_reader_gone(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def test_the_manifest_says_it_all() -> None:
         ({"engine": True}, "engine=True needs a model"),
         ({"env": {"A=B": "c"}}, "env: 'A=B' is no environment variable's name"),
         ({"env": {"A": "b\0c"}}, "env: 'A' holds a NUL character"),
+        ({"requirements": "numpy"}, r"requirements: it is a list .* requirements=\['one', .*given: 'numpy'"),
+        ({"secrets": ("key")}, r"secrets: it is a list of texts; write secrets=\["),
         ({"cpu": -1}, "cpu: .*greater than 0"),
         ({"nme": "x"}, "there is no option 'nme'"),
         ({"model": "nowhere"}, "model directory .*/nowhere is not there"),

@@ -20,6 +20,14 @@ def modules() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("target", ["nothing_like_it", "nothing_like_it.at.all::f", "Not A Module"])
+def test_what_is_no_file_and_no_module_is_not_to_be_installed(target: str) -> None:
+    with pytest.raises(InvalidBundle, match=r"is not there|there is no file or module") as found:
+        load.load(target)
+    assert "install" not in found.value.message
+    assert "name a .py file" in found.value.message
+
+
 def test_all_functions_of_a_file_or_the_one_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "function.py").write_text(TWO)
     assert [each.name for each in load.load(str(tmp_path / "function.py"))] == ["one", "two"]
@@ -34,6 +42,8 @@ def test_all_functions_of_a_file_or_the_one_that_is_named(tmp_path: Path) -> Non
     ("text", "target", "said"),
     [
         ("x = 1", "", "describes no function; put @model_function above one"),
+        (HEAD + "class A:\n    @model_function\n    def b(self): ...", "", "a method of class A; put it above"),
+        (HEAD + "if __name__ == '__main__':\n    @model_function\n    def a(): ...", "", "outside of `if __name__"),
         (ONE, "::other", "has no other; there: one"),
         (ONE + "def plain(): ...", "::plain", "plain in .* is a function without @model_function; there: one"),
         ("import nothing_like_it", "", r"f\.py:1: ModuleNotFoundError: .*; install it here, or import it inside"),
@@ -56,6 +66,7 @@ def test_garbage_is_named(tmp_path: Path, text: str, target: str, said: str) -> 
     [
         ("nowhere.py", r"nowhere\.py is not there"),
         ("notes.txt", "is no Python file"),
+        ("json.py:one", r"json\.py:one is not there; .* two colons: .*json\.py::one"),
         ("empty", r"empty has no function\.py"),
         ("two-words.py", "'two-words' can be no module's name"),
         ("json.py", "imported as 'json', but so is another module here"),

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from sllm import signature
 from sllm.model import Model
 from sllm.transport import encoded
-from sllm_runtime.protocol.errors import InvalidManifest
+from sllm_runtime.protocol.errors import InvalidArgument, InvalidManifest
 from sllm_runtime.worker.arguments import Arguments
 
 
@@ -138,7 +138,13 @@ wraps_itself.__wrapped__ = wraps_itself  # type: ignore[attr-defined]
 
 
 class Silent:
-    """Nothing to call."""
+    """Nothing to call, and no JSON."""
+
+
+def takes_an_array(text: str, x: Silent, n: int = 1) -> None: ...
+
+
+def takes_more_arrays(text: str, **more: Silent) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,9 @@ class Silent:
     [
         (positional, "'a' is positional only"),
         (many, "'values' is positional only"),
-        (takes_a_function, "cannot come as JSON"),
+        (takes_a_function, "the type of parameter 'f', .*Callable.*, cannot come as JSON"),
+        (takes_an_array, "parameter 'x', .*Silent, cannot come as JSON; .*list for an array"),
+        (takes_more_arrays, "the type of further arguments, .*Silent, cannot come as JSON"),
         (unresolved, "type hints cannot be resolved: name 'Nowhere'"),
         (Silent, "class Silent has no __call__ method"),
         (3, "stands on int 3"),
@@ -155,8 +163,9 @@ class Silent:
     ],
 )
 def test_what_cannot_be_called_is_named(target: Any, said: str) -> None:
-    with pytest.raises(InvalidManifest, match=said):
+    with pytest.raises(InvalidManifest, match=said) as found:
         signature.input_schema(target)
+    assert "arbitrary_types_allowed" not in found.value.message  # of pydantic's: there is no model_config here
 
 
 def test_positional_arguments_get_their_names() -> None:
@@ -223,6 +232,17 @@ def test_flags_come_together(rights: Rights) -> None:
     body = encoded({"rights": rights})
     assert jsonschema_rs.is_valid(signature.input_schema(flagged), json.loads(body))
     assert Arguments(flagged).parse(body) == {"rights": rights}
+
+
+@pytest.mark.parametrize("value", [float("nan"), [1.0, float("-inf")], {"a": float("inf")}])
+def test_a_number_that_is_no_json_is_not_sent_as_text(value: Any) -> None:
+    """A function without hints would be given a list of numbers with the text "NaN" among them."""
+    with pytest.raises(InvalidArgument, match="x: JSON has no NaN and no infinity"):
+        encoded({"x": value})
+
+
+def test_text_that_reads_as_such_a_number_is_sent() -> None:
+    assert json.loads(encoded({"x": ["NaN", "Infinity", 1e300]})) == {"x": ["NaN", "Infinity", 1e300]}
 
 
 class Colour(Enum):
