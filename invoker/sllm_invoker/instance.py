@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from math import inf
 from typing import Final
 
 from sllm_invoker import verdicts
@@ -55,6 +56,8 @@ class Instance:
         self._parted = False
         """Whether it failed to begin since another of its processes is gone."""
         self._stop_reason: str | None = None
+        """Of the stop by which it ends first."""
+        self._ends_at = inf
         self._stopped_at: float | None = None
         """When it was told to end."""
         self._unused_since: float | None = None
@@ -315,11 +318,13 @@ class Instance:
 
     # --- end ----------------------------------------------------------------------------------------
     def stop(self, reason: str, grace_s: float, *, resume: bool = False) -> None:
-        """Drain: running calls have ``grace_s`` seconds; then end. Asked again, the earlier end holds. ``resume``: what
-        runs to the end of the grace is lost, not cancelled."""
-        self._stop_reason = self._stop_reason or reason
+        """Drain: running calls have ``grace_s`` seconds; then end. Asked again, the earlier end holds, and its reason.
+        ``resume``: what runs to the end of the grace is lost, not cancelled."""
+        now = self._around.clock()
+        if now + grace_s < self._ends_at:
+            self._ends_at, self._stop_reason = now + grace_s, reason
         if self._stopped_at is None:
-            self._stopped_at = self._around.clock()
+            self._stopped_at = now
         if self.final or self._verdict.done():
             return
         if self._state is InstanceState.STARTING or self.work is None:

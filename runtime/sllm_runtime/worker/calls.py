@@ -82,6 +82,8 @@ class Calls:
         self._running: dict[int, Call] = {}
         self._openai: Callable[[Call], Any] | None = None
         self._draining = False
+        self._grace: asyncio.Timeout | None = None
+        """What those that run have left, while they are waited for."""
         self._abandoned = False
         self._moved_at = -math.inf
         """When a call last moved away."""
@@ -181,11 +183,17 @@ class Calls:
         of anybody."""
         self._draining = True
         try:
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(grace_s) as self._grace:
                 await self._idle.wait()
         except TimeoutError:
             await self._give_up(why or Cancelled("the instance is stopping"))
         await asyncio.sleep(self._moved_at + _STAND_BY_S - asyncio.get_running_loop().time())
+
+    def hasten(self, grace_s: float) -> None:
+        """While it drains: those that run have no more than so long from now."""
+        grace, end = self._grace, asyncio.get_running_loop().time() + grace_s
+        if grace is not None and not grace.expired() and not self._idle.is_set() and end < (grace.when() or end):
+            grace.reschedule(end)
 
     async def _give_up(self, why: SllmError) -> None:
         for call in list(self._running.values()):

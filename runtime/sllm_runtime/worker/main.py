@@ -303,6 +303,8 @@ class Worker:
     def _ended(self, grace_s: float | None) -> None:
         if self._stop is not None and not self._stop.done():
             self._stop.set_result(grace_s)
+        elif grace_s is not None and self._calls is not None:
+            self._calls.hasten(grace_s)
 
 
 class _Executor(ThreadPoolExecutor):

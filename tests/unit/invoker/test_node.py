@@ -449,6 +449,20 @@ async def test_one_that_is_to_end_sooner_after_all_does(node: NodeUnderTest) -> 
     await node.reaches(instance, InstanceState.STOPPED)
 
 
+async def test_who_is_ended_sooner_after_all_is_told_why_that_is(node: NodeUnderTest) -> None:
+    """A function is deleted at once while its instance is being moved: its calls go on nowhere."""
+    instance = await node.start("wait deafstop")
+    _, call = await node.gateway.open(instance)
+    moves = StopInstance(term=1, instance=instance, reason="its calls go on at another", grace_s=20 * GIVE_UP_S)
+    await node.command("stop", moves)
+    await node.command("stop", StopInstance(term=1, instance=instance, reason="the function is deleted"))
+    await node.command("stop", moves)  # repeated, it is behind the other: the earlier end holds
+    end = await node.gateway.ended(call)
+    assert end.error is not None
+    assert end.error.code == "cancelled"
+    assert end.error.message == f"instance {instance} was stopped: the function is deleted"
+
+
 @pytest.mark.parametrize("script", ["echo", "wait deafstop"], ids=["idle", "at work"])
 async def test_an_instance_has_ended_when_what_it_held_is_free(node: NodeUnderTest, script: str) -> None:
     """Else who waits for that would find a node that is full, and look elsewhere. The report says how long it took."""

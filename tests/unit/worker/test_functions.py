@@ -390,6 +390,21 @@ def test_stop_cancels_after_its_grace(start: Start, zygote: Zygote) -> None:
     assert zygote.exited(zygote.count).code == 0
 
 
+def test_a_second_stop_ends_it_sooner_and_lets_it_clean_up(start: Start, zygote: Zygote, tmp_path: Path) -> None:
+    """A function is deleted with ``force`` while its node is drained: else its worker is killed as one that is deaf."""
+    worker, mark = start("slow_stream", kind="generator"), tmp_path / "mark"
+    number = worker.call({"count": 1_000, "mark": str(mark)})  # 10 s
+    worker.outputs(number, 2)
+    worker.stop(grace_s=300)
+    worker.outputs(number, 10)
+    worker.stop(grace_s=0)
+    worker.stop(grace_s=300)  # repeated, it changes nothing
+    assert worker.finish(number).error.code == "cancelled"
+    worker.wait_dead()
+    assert zygote.exited(zygote.count).code == 0
+    assert mark.read_text() == "closed"
+
+
 def test_stop_does_not_wait_for_what_is_deaf(start: Start, zygote: Zygote) -> None:
     worker = start("blocks_forever", kind="generator")
     worker.outputs(worker.call(), 1)
