@@ -224,7 +224,7 @@ class Connections:
         connection.close()
 
     def forget_idle(self, origin: Origin) -> None:
-        """One that was kept turned out to be closed by the server: the others of that age are too."""
+        """One that was kept turned out to be closed by the server, or silent: the others of that age are too."""
         with self._lock:
             idle = self._idle.pop(origin, [])
         for connection in idle:

@@ -117,7 +117,7 @@ class Remote:
         except (OSError, ProtocolError) as error:
             self._connections.drop(connection)
             stale = used and isinstance(error, ConnectionError)
-            if stale:
+            if used:
                 self._connections.forget_idle(origin)
             raise self._cut(what, f"{error or type(error).__name__}", stale) from error
         except BaseException:

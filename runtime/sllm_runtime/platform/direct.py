@@ -69,6 +69,13 @@ class DirectClient(Client):
         writer = getattr(getattr(self, "_transport", None), "_io_writer", None)
         return writer.transport if isinstance(writer, asyncio.StreamWriter) else None
 
+    async def _attempt_reconnect(self) -> None:
+        """Without what the old connection has not taken: nats-py would wait until that is sent, and the kernel goes on
+        with a connection that a link has silently dropped for a quarter of an hour."""
+        if (old := self._socket()) is not None:
+            old.abort()
+        await super()._attempt_reconnect()
+
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._listeners.pop(sid, None)
         super()._remove_sub(sid, max_msgs)

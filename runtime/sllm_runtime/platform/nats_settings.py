@@ -17,6 +17,10 @@ LIMITS: Final[dict[str, Any]] = {
     "max_control_line": 4096,
     "max_pending": 64 * MIB,
     "write_deadline": "10s",
+    # A client that a link has silently dropped is gone in as long as it takes to find that out itself (``connection``);
+    # by default it would be a subscriber for up to six minutes, and be asked in its turn.
+    "ping_interval": "5s",
+    "ping_max": 2,
 }
 
 

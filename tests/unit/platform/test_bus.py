@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
-from sllm_runtime.platform import outbox, trace
+from sllm_runtime.platform import connection, outbox, trace
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.nats_server import EmbeddedNats, new_identity
 from sllm_runtime.platform.settings import Settings
@@ -26,6 +26,7 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.limits import MAX_MESSAGE, MIB
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats, stored
 from tests.fixtures.suspended import suspended
+from tests.fixtures.tcp_relay import relayed
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.platform.test_trace import TRACE
 
@@ -546,3 +547,63 @@ async def test_a_node_has_no_answer_sent_to_where_it_may_not_speak(nats: Nats) -
         await controller.jetstream.get_last_msg(BUNDLE_STREAM, "none", direct=True)
     await other.flush()
     assert heard == []
+
+
+async def test_what_a_silent_connection_has_not_taken_keeps_nobody_from_a_new_one(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link drops all that is on it, and no end comes: what was written waits in the connection, which the kernel
+    goes on with for a quarter of an hour. The server can be reached again long before, or another one can."""
+    monkeypatch.setattr(connection, "_PING_S", 0.2)
+    gateway = await nats.bus(GATEWAY)
+    got: list[int] = []
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: got.append(m.n))
+    async with relayed(nats.server.port) as relay:
+        env = {**nats.env(NODE), "SLLM_NATS_URL": f"nats://127.0.0.1:{relay.port}"}
+        node = await Bus.connect(Settings.load(env), NODE, name="test node")
+        try:
+            back: list[bool] = []
+            node.on_reconnect(lambda: back.append(True))
+            relay.silence()
+            for n in range(100):  # a node that streams: more than the kernel's buffers take
+                node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n, bytes(200_000)))
+            await until(lambda: bool(back), what="it is connected anew")
+            node.publish_now(subjects.frames(GATEWAY, NODE), Ping(1000))
+            await until(lambda: 1000 in got)
+        finally:
+            await node.close()
+
+
+async def test_the_server_gives_up_a_connection_that_went_silent(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gateway that has come back by another connection the one before is asked for bundles as well, in its turn,
+    and nobody hears that: not for longer than the gateway itself took to find out."""
+    monkeypatch.setattr(connection, "_PING_S", 0.2)
+    node = await nats.bus(NODE)
+
+    async def answer(asked: Ping) -> Ping:
+        return asked
+
+    async def failed() -> int:
+        asking = (node.call(subjects.read_bundle(NODE), Ping(n), Ping, timeout_s=1.0) for n in range(32))
+        return sum(
+            isinstance(found, DeadlineExceeded) for found in await asyncio.gather(*asking, return_exceptions=True)
+        )
+
+    async with relayed(nats.server.port) as relay:
+        env = {**nats.env(GATEWAY), "SLLM_NATS_URL": f"nats://127.0.0.1:{relay.port}"}
+        gateway = await Bus.connect(Settings.load(env), GATEWAY, name="test gateway")
+        try:
+            back: list[bool] = []
+            gateway.on_reconnect(lambda: back.append(True))
+            await gateway.serve(subjects.READ_BUNDLES, Ping, answer, queue="bundles", to_asker=True)
+            assert not await failed()
+            relay.silence()
+            await until(lambda: bool(back), what="it is connected anew")
+            await gateway.flush()
+
+            async def whole() -> bool:
+                return not await failed()
+
+            await until(whole, 25, what="each question is answered")
+        finally:
+            await gateway.close()
