@@ -124,6 +124,8 @@ def _checked(name: str) -> str:
 
 def encoded(arguments: Mapping[str, Any]) -> bytes:
     """A call's body; dataclasses, pydantic models, dates and the like become their JSON. Raises ``InvalidArgument``."""
+    if not isinstance(arguments, Mapping):
+        raise InvalidArgument(f"a call's arguments are a dict of them by name, not {arguments!r:.80}")
     parts = [_name(str(name)) + b":" + _value(str(name), value) for name, value in arguments.items()]
     return b"{" + b",".join(parts) + b"}"
 

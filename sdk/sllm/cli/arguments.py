@@ -22,11 +22,13 @@ def document(text: str | bytes) -> dict[str, Any]:
 
 def split(words: Sequence[str]) -> dict[str, str]:
     """``key=value`` words. Raises ``InvalidArgument`` naming the word that is none."""
-    found = {}
+    found: dict[str, str] = {}
     for word in words:
         key, equals, raw = word.partition("=")
         if not equals or not key:
             raise InvalidArgument(f"{word!r} is not key=value", field=word)
+        if key in found:
+            raise InvalidArgument(f"{key} is there twice; give a list as {key}='[…, …]'", field=key)
         found[key] = raw
     return found
 

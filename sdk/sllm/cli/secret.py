@@ -49,6 +49,8 @@ def set_(
     output.text(f"{name} is stored")
     if found.functions:
         output.note(f"{', '.join(found.functions)}: instances that run keep the value that they started with")
+    else:  # it is no environment variable, as elsewhere
+        output.note(f'a function that says secrets=["{name}"] has it as sllm.secret("{name}")')
 
 
 @app.command("list")

@@ -163,6 +163,7 @@ def test_words_for_another_version_are_read_by_the_types_of_the_active_one_which
     ("words", "said"),
     [
         (["text"], "'text' is not key=value"),
+        (["x=1", "x=2"], "x is there twice; give a list"),
         (["--args", "{"], "--args is no JSON"),
         (["--args", "@nowhere"], "--args @nowhere cannot be read"),
     ],

@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum, StrEnum
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack, cast
 
 import jsonschema_rs
 import pytest
@@ -239,6 +239,11 @@ def test_a_number_that_is_no_json_is_not_sent_as_text(value: Any) -> None:
     """A function without hints would be given a list of numbers with the text "NaN" among them."""
     with pytest.raises(InvalidArgument, match="x: JSON has no NaN and no infinity"):
         encoded({"x": value})
+
+
+def test_what_is_no_dict_of_arguments_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="a dict of them by name, not 'text'"):
+        encoded(cast(Any, "text"))
 
 
 def test_text_that_reads_as_such_a_number_is_sent() -> None:
