@@ -19,6 +19,7 @@ from sllm_gateway.asgi import Scope
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.errors import HeadTimeout, HeadTooLarge, InvalidRequest
+from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.limits import MAX_HEAD
 
 _OFFER: Final = frozenset((b"upgrade", b"http2-settings"))
@@ -182,8 +183,8 @@ class Connection(HttpToolsProtocol):
         """What is no HTTP gets an error of ours as well; behind or in the body of a request that has no answer yet, in
         place of that: whose Content-Length counts characters would else hear nothing."""
         cycle = self.cycle
-        # One that is kept and whose body was taken may go on without its caller: then it was not refused.
-        taken = cycle is not None and not (cycle.more_body or cycle.body) and _is_kept(cycle.scope)
+        # One that goes on without its caller, and whose body was taken, was not refused.
+        taken = cycle is not None and not (cycle.more_body or cycle.body) and _goes_on(cycle.scope)
         if self._why or self.pipeline or cycle is None or cycle.response_started or taken:
             self._refuse(self._why or InvalidRequest(msg))
             return
@@ -283,8 +284,11 @@ class _Parser:
         return getattr(self._inner, name)
 
 
-def _is_kept(scope: Any) -> bool:
-    return any(name in (b"prefer", b"idempotency-key") for name, _ in scope["headers"])
+def _goes_on(scope: Any) -> bool:
+    """Whether what it asks for is done though its caller has gone: a call that is kept, all that is no call."""
+    return scope["path"].startswith(f"{API}/") or any(
+        name in (b"prefer", b"idempotency-key") for name, _ in scope["headers"]
+    )
 
 
 async def _without_chunks(cycle: Any, send: Callable[[Any], Awaitable[None]], message: Any) -> None:

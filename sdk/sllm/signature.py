@@ -9,7 +9,7 @@ from enum import Flag
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
@@ -26,17 +26,22 @@ def call_target(target: Any) -> Callable[..., Any]:
             raise InvalidManifest(
                 f"class {target.__qualname__} has no __call__ method: add `def __call__(self, ...)`, which a call runs"
             )
-        return method
+        return _unwrapped(method)
     if not inspect.isfunction(target):
         raise InvalidManifest(
             f"@model_function stands on {type(target).__name__} {target!r:.80}; it goes on a function or a class"
         )
+    return _unwrapped(target)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, where what it wraps has an end. Raises ``InvalidManifest``."""
     try:
-        inspect.unwrap(target)
+        inspect.unwrap(function)
     except ValueError as error:  # ``typing.get_type_hints`` would follow it without end
-        text = f"{target.__qualname__}: {error}; a decorator has set its __wrapped__ to itself"
+        text = f"{function.__qualname__}: {error}; a decorator has set its __wrapped__ to itself"
         raise InvalidManifest(text) from error
-    return target
+    return function
 
 
 def parameters(target: Any) -> list[inspect.Parameter]:
@@ -123,9 +128,11 @@ def _schema(function: Callable[..., Any], fields: dict[str, Any], extra: Any, fi
         model: Any = create_model("Arguments", __base__=base(config, extra), **fields)
         schema: dict[str, Any] = model.model_json_schema(by_alias=True, schema_generator=_Schemas)
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
+        does = "hint what does: JSON types (list for an array), dataclasses, TypedDicts or pydantic models"
+        if not isinstance(error, PydanticSchemaGenerationError | PydanticInvalidForJsonSchema | TypeError):
+            does = str(error).splitlines()[0].removesuffix(".")  # of a kind that does: what is to be done about it
         raise InvalidManifest(
-            f"{function.__qualname__}: {_culprit(fields, extra)} cannot come as JSON; hint what does: JSON types (list "
-            "for an array), dataclasses, TypedDicts or pydantic models"
+            f"{function.__qualname__}: {_culprit(fields, extra)} cannot come as JSON; {does}"
         ) from error
     if extra in (None, Any):
         schema["additionalProperties"] = extra is not None

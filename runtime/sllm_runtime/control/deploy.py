@@ -13,7 +13,8 @@ from typing import Final
 
 import msgspec
 
-from sllm_runtime.control import registry, routes
+from sllm_runtime.control import instances, registry, routes
+from sllm_runtime.control.autoscale import floor
 from sllm_runtime.control.changes import NODES
 from sllm_runtime.control.deployment import CALLED_BACK, Deployment, Needed, needed_of, unless
 from sllm_runtime.control.fits import check_python, need_of, unheeded, unsupported
@@ -271,6 +272,9 @@ class Deployments:
             async with self.holding(known.manifest.secrets):
                 await self.look(known.manifest.secrets)
                 await self._activate(deployment, key)
+        except SllmError:  # not as this controller closes: the next one is asked for the same again
+            self._loop.change(lambda view: _untried(view, key))
+            raise
         finally:
             self._loop.change(lambda view: view.put_trial(key, False))
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
@@ -379,17 +383,30 @@ async def remove_bundles(loop: Loop, bus: Bus, digests: Iterable[str], needed: C
 
 
 def verdict(view: View, key: Key) -> bool | None:
-    """True when an instance of the trial is ready. Raises what its start failed with."""
+    """True when an instance of the trial is ready, or a rollback has given it the route meanwhile. Raises what its
+    start failed with."""
     version = view.versions.get(key)
     function = view.functions.get(key[0])
     if version is None or function is None or function.deleting:
         raise Conflict(f"function {key[0]!r} was deleted while it was deployed")
-    if any(instance.ready for instance in view.of(key)):
+    if view.active(key) or any(instance.ready for instance in view.of(key)):
         return True
     failure = view.failures.get(key)
     if failure is not None and (failure.blocking or failure.attempts >= CRASHES):
         raise failure.error.to_error()
     return None
+
+
+def _untried(view: View, key: Key) -> View:
+    """It is on trial no longer; what starts for that alone has nobody who waits for it."""
+    view = view.put_trial(key, False)
+    version = view.versions.get(key)
+    if version is None or view.active(key) or view.demand(key) or floor(view, key, version.manifest):
+        return view
+    for instance in tuple(view.of(key)):
+        if instance.live and not instance.ready:
+            view = instances.stop(view, instance, "its deployment has ended", 0.0)
+    return view
 
 
 def trial_progress(view: View, key: Key) -> Progress:

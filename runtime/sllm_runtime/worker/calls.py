@@ -84,6 +84,8 @@ class Calls:
         self._draining = False
         self._grace: asyncio.Timeout | None = None
         """What those that run have left, while they are waited for."""
+        self._latest = math.inf
+        """When they are to have ended, by who said so before they are waited for."""
         self._abandoned = False
         self._moved_at = -math.inf
         """When a call last moved away."""
@@ -182,6 +184,7 @@ class Calls:
         """Take no more calls; wait up to ``grace_s`` for those that run, then cancel them, ``why`` if it is for no wish
         of anybody."""
         self._draining = True
+        grace_s = min(grace_s, max(self._latest - asyncio.get_running_loop().time(), 0.0))
         try:
             async with asyncio.timeout(grace_s) as self._grace:
                 await self._idle.wait()
@@ -190,9 +193,11 @@ class Calls:
         await asyncio.sleep(self._moved_at + _STAND_BY_S - asyncio.get_running_loop().time())
 
     def hasten(self, grace_s: float) -> None:
-        """While it drains: those that run have no more than so long from now."""
+        """While it drains, or is told to: those that run have no more than so long from now."""
         grace, end = self._grace, asyncio.get_running_loop().time() + grace_s
-        if grace is not None and not grace.expired() and not self._idle.is_set() and end < (grace.when() or end):
+        if grace is None:
+            self._latest = min(self._latest, end)
+        elif not grace.expired() and not self._idle.is_set() and end < (grace.when() or end):
             grace.reschedule(end)
 
     async def _give_up(self, why: SllmError) -> None:

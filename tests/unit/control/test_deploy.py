@@ -323,3 +323,39 @@ async def test_two_deployments_of_one_function_take_turns(bench: Bench) -> None:
     assert {first.version.version, second.version.version} == {1, 2}
     active = await bench.stored(subjects.function_key("chat"), FunctionRecord)
     assert active.active == 2
+
+
+async def test_an_equal_old_one_that_gets_the_route_by_a_rollback_meanwhile_is_deployed(bench: Bench) -> None:
+    """Who waits for capacity rolls back by hand: its deployment is not to end with an error then."""
+    first = manifest(queue_timeout=3)
+    await bench.gateway.deploy(first)
+    (instance,) = bench.live()
+    await bench.gateway.deploy(manifest(), b"other")
+    bench.node.put(instance, InstanceState.STOPPED)
+    await until(lambda: bench.live() and instance not in bench.live(), what="the old instance is gone")
+    loop = bench.controller.loop
+    await bench.gateway.ask("cordon", ctl.Cordon(node=bench.node.name, cordoned=True))
+    deploying = asyncio.create_task(bench.gateway.deploy(first))
+    await until(lambda: ("chat", 1) in loop.view.trials, what="version 1 is tried")
+    await bench.gateway.ask("rollback", ctl.Rollback(function="chat"))
+    assert loop.view.functions["chat"].active == 1
+    back = await deploying
+    assert back.version is not None
+    assert back.version.version == 1
+
+
+async def test_of_an_equal_old_one_that_is_called_back_nothing_is_left(bench: Bench) -> None:
+    """Nobody waits for the instance that it began: as with a new version's, its room is others' at once."""
+    await _replaced(bench)
+    starts, loop = len(bench.node.starts), bench.controller.loop
+    bench.node.behave = lambda command: InstanceState.STARTING  # it takes its time
+    deploy = ctl.Deploy(
+        request="r" * 32, manifest=manifest(), bundle=await bench.gateway.upload(b"bundle"), bundle_bytes=6, wait_s=20.0
+    )
+    deploying = asyncio.create_task(bench.gateway.ask("deploy", deploy))
+    await until(lambda: len(bench.node.starts) > starts, what="one of version 1 is started")
+    name = bench.node.starts[-1].instance
+    await bench.gateway.ask("withdraw", ctl.Withdraw(request="r" * 32))
+    with pytest.raises(SllmError):
+        await deploying
+    await until(lambda: all(each.record.instance != name or each.stop for each in loop.view.instances.values()), 10)

@@ -12,7 +12,9 @@ import pytest
 
 from sllm_gateway.keeping import Keeping
 from sllm_gateway.server import Connection
+from sllm_runtime.protocol import ctl
 from sllm_runtime.protocol.limits import MAX_HEAD
+from sllm_runtime.protocol.node import Ok
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
@@ -443,3 +445,38 @@ async def test_a_call_that_is_not_kept_is_told_of_what_is_behind_it(nats: Nats, 
                 await until(lambda: len(w.gateway.calls) == 1)
         answer = await rest(sock)
         assert answer.startswith(b"HTTP/1.1 400"), answer
+
+
+async def test_what_is_done_by_its_head_alone_is_not_told_to_be_refused(nats: Nats) -> None:
+    """A deletion takes no body and goes on without its caller: who reads 400 would think that nothing was done."""
+    deleted = list[str]()
+
+    async def delete(request: ctl.Delete) -> Ok:
+        deleted.append(request.function)
+        return Ok(note="deleted")
+
+    async with world(nats) as w, connected(w) as sock:
+        await w.controller.serve("delete", ctl.Delete, delete)
+        await send(sock, b'DELETE /api/v1/functions/chat HTTP/1.1\r\nhost: x\r\n\r\n{"force": true}')
+        answer = await rest(sock)
+        await asyncio.sleep(0.5)
+        assert not (deleted and answer.startswith(b"HTTP/1.1 4")), (deleted, answer)
+
+
+async def test_a_rollback_whose_body_was_taken_is_not_told_to_be_refused(nats: Nats) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def rollback(request: ctl.Rollback) -> Ok:
+        begun.set()
+        await go_on.wait()
+        return Ok(note="done")
+
+    async with world(nats) as w, connected(w) as sock:
+        await w.controller.serve("rollback", ctl.Rollback, rollback)
+        head = b"POST /api/v1/functions/chat/rollback HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+        await send(sock, head)
+        await asyncio.wait_for(begun.wait(), GIVE_UP_S)
+        await send(sock, b"}")
+        answer = await rest(sock)
+        go_on.set()
+        assert not answer.startswith(b"HTTP/1.1 4"), answer

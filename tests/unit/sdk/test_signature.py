@@ -1,6 +1,7 @@
 """From hints to a call's JSON Schema and kind."""
 
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum, StrEnum
@@ -278,3 +279,31 @@ def test_what_can_be_deployed_can_be_called(hint: Any, given: Any) -> None:
     body = {"value": given}
     assert jsonschema_rs.is_valid(signature.input_schema(function), body)
     Arguments(function).parse(json.dumps(body).encode())
+
+
+class CallsItself:
+    def __call__(self, x: int) -> int:
+        return x
+
+
+CallsItself.__call__.__wrapped__ = CallsItself.__call__  # type: ignore[attr-defined]
+
+
+@pytest.mark.timeout(60)
+def test_a_class_whose_call_wraps_itself_is_named_as_well() -> None:
+    with pytest.raises(InvalidManifest, match=r"wrapper loop .* set its __wrapped__ to itself"):
+        signature.input_schema(CallsItself)
+
+
+class OfTyping(TypedDict):
+    a: int
+
+
+def takes_a_dict_of_typing(x: OfTyping) -> None: ...
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="a TypedDict of typing is as good there")
+def test_what_pydantic_knows_to_do_about_a_type_is_said() -> None:
+    """TypedDict is what is asked for, and what was given: on Python 3.11 it has to be another module's."""
+    with pytest.raises(InvalidManifest, match=r"typing_extensions\.TypedDict"):
+        signature.input_schema(takes_a_dict_of_typing)

@@ -114,3 +114,16 @@ def test_a_message_that_fails_costs_none_of_those_that_come_with_it(caplog: pyte
         worker._dispatch(messages)
     assert [message.number for message in heeding.granted] == [1, 3]
     assert "HoldCall failed" in caplog.text
+
+
+async def test_a_second_stop_that_comes_with_the_first_one_is_heard_as_well(sender: Sender) -> None:
+    """User code held the loop while both came: they are read one after the other, before the drain begins."""
+    worker, made = object.__new__(Worker), running(sender)
+    worker._calls, worker._stop = made, asyncio.get_running_loop().create_future()
+    worker._ended(100 * GIVE_UP_S)
+    worker._ended(0.0)
+    stopping = asyncio.create_task(made.drain(await worker._stop or 0.0))
+    try:
+        await until(stopping.done, 10, what="it has stopped")
+    finally:
+        await end([stopping])
