@@ -6,7 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from enum import Flag
-from typing import Any, get_type_hints
+from typing import Any, Final, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
@@ -16,6 +16,9 @@ from pydantic_core import core_schema
 from sllm_runtime.protocol.arguments import base, further
 from sllm_runtime.protocol.errors import InvalidManifest
 from sllm_runtime.protocol.manifest import MODEL_PARAMETER, HandlerKind
+
+_NO_SCHEMA: Final = (PydanticSchemaGenerationError, PydanticUserError, TypeError)
+"""What a type raises of which pydantic can make none."""
 
 
 def call_target(target: Any) -> Callable[..., Any]:
@@ -127,7 +130,7 @@ def _schema(function: Callable[..., Any], fields: dict[str, Any], extra: Any, fi
     try:
         model: Any = create_model("Arguments", __base__=base(config, extra), **fields)
         schema: dict[str, Any] = model.model_json_schema(by_alias=True, schema_generator=_Schemas)
-    except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
+    except _NO_SCHEMA as error:
         does = "hint what does: JSON types (list for an array), dataclasses, TypedDicts or pydantic models"
         if not isinstance(error, PydanticSchemaGenerationError | PydanticInvalidForJsonSchema | TypeError):
             does = str(error).splitlines()[0].removesuffix(".")  # of a kind that does: what is to be done about it
@@ -148,7 +151,7 @@ def _culprit(fields: dict[str, Any], extra: Any) -> str:
             create_model("Argument", __base__=base(ConfigDict(), None), p=(hint, ...)).model_json_schema(
                 schema_generator=_Schemas
             )
-        except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
+        except _NO_SCHEMA:
             return f"the type of parameter '{field.alias}', {inspect.formatannotation(hint)},"
     return f"the type of further arguments, {inspect.formatannotation(extra)}," if extra else "an argument's type"
 

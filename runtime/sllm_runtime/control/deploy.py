@@ -275,8 +275,6 @@ class Deployments:
         except SllmError:  # not as this controller closes: the next one is asked for the same again
             self._loop.change(lambda view: _untried(view, key))
             raise
-        finally:
-            self._loop.change(lambda view: view.put_trial(key, False))
         return Deployed(version=self._loop.view.versions.get(key, known), unchanged=True)
 
     def _version(self, request: Deploy, needed: Needed, digest: str) -> VersionRecord:

@@ -82,10 +82,10 @@ class Calls:
         self._running: dict[int, Call] = {}
         self._openai: Callable[[Call], Any] | None = None
         self._draining = False
-        self._grace: asyncio.Timeout | None = None
-        """What those that run have left, while they are waited for."""
-        self._latest = math.inf
-        """When they are to have ended, by who said so before they are waited for."""
+        self._ends_at = math.inf
+        """When those that run are to have ended, by the loop's clock."""
+        self._waits: asyncio.Timeout | None = None
+        """While they are waited for."""
         self._abandoned = False
         self._moved_at = -math.inf
         """When a call last moved away."""
@@ -184,9 +184,9 @@ class Calls:
         """Take no more calls; wait up to ``grace_s`` for those that run, then cancel them, ``why`` if it is for no wish
         of anybody."""
         self._draining = True
-        grace_s = min(grace_s, max(self._latest - asyncio.get_running_loop().time(), 0.0))
+        self.hasten(grace_s)
         try:
-            async with asyncio.timeout(grace_s) as self._grace:
+            async with asyncio.timeout_at(self._ends_at) as self._waits:
                 await self._idle.wait()
         except TimeoutError:
             await self._give_up(why or Cancelled("the instance is stopping"))
@@ -194,11 +194,9 @@ class Calls:
 
     def hasten(self, grace_s: float) -> None:
         """While it drains, or is told to: those that run have no more than so long from now."""
-        grace, end = self._grace, asyncio.get_running_loop().time() + grace_s
-        if grace is None:
-            self._latest = min(self._latest, end)
-        elif not grace.expired() and not self._idle.is_set() and end < (grace.when() or end):
-            grace.reschedule(end)
+        self._ends_at = min(self._ends_at, asyncio.get_running_loop().time() + grace_s)
+        if self._waits is not None and not self._waits.expired() and not self._idle.is_set():
+            self._waits.reschedule(self._ends_at)
 
     async def _give_up(self, why: SllmError) -> None:
         for call in list(self._running.values()):

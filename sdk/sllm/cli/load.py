@@ -79,18 +79,7 @@ def _module(where: str) -> ModuleType:
         if not path.is_file():
             raise InvalidBundle(f"{path.parent} has no {FILE}; name the file that describes the function")
     if path.suffix != ".py" and not path.exists():
-        file, colon, name = where.partition(".py:")
-        if colon:
-            raise InvalidBundle(f"{where} is not there; a function of a file is named by two colons: {file}.py::{name}")
-        if not all(part.isidentifier() for part in where.split(".")):
-            raise InvalidBundle(f"{where} is not there; name a .py file")
-        try:
-            return _imported(where, Path.cwd(), where)
-        except InvalidBundle as error:
-            missing = error.__cause__
-            if isinstance(missing, ModuleNotFoundError) and missing.name in _parents(where):
-                raise InvalidBundle(f"there is no file or module {where}; name a .py file") from missing
-            raise
+        return _by_name(where)
     if path.suffix != ".py" or not path.is_file():
         raise InvalidBundle(f"{path} is {'no Python file' if path.exists() else 'not there'}; name a .py file")
     path = path.resolve()
@@ -102,10 +91,20 @@ def _module(where: str) -> ModuleType:
     return module
 
 
-def _parents(name: str) -> list[str]:
-    """A module's name and those of the packages that it is in."""
-    parts = name.split(".")
-    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+def _by_name(name: str) -> ModuleType:
+    """A module as ``import`` finds it. One that is not there is not to be installed, as what it imports may be."""
+    file, colon, function = name.partition(".py:")
+    if colon:
+        raise InvalidBundle(f"{name} is not there; a function of a file is named by two colons: {file}.py::{function}")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise InvalidBundle(f"{name} is not there; name a .py file")
+    try:
+        return _imported(name, Path.cwd(), name)
+    except InvalidBundle as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and f"{name}.".startswith(f"{missing.name}."):
+            raise InvalidBundle(f"there is no file or module {name}; name a .py file") from missing
+        raise
 
 
 def _imported(where: str, root: Path, name: str) -> ModuleType:

@@ -96,12 +96,7 @@ async def test_connections_that_the_server_has_reset_cost_no_attempt(
 
     monkeypatch.setattr(server, "process_request", kept)
     with opened(server) as source:
-        connections = source._remote._connections
-        origin, target = split_url(f"{server.url}/weights.bin")
-        idle = [connections.take(origin)[0] for _ in range(2 * PATIENT.attempts)]
-        for connection in idle:
-            connection.request("HEAD", target, {})
-            connections.give_back(connection)
+        idle = kept_idle(server, source, 2 * PATIENT.attempts)
         for request in theirs:
             request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             request.shutdown(socket.SHUT_RD)  # its thread closes it, by a reset
@@ -112,21 +107,25 @@ async def test_connections_that_the_server_has_reset_cost_no_attempt(
 async def test_connections_that_went_silent_cost_one_attempt(server: RangeServer, data: bytes) -> None:
     """What translates addresses has forgotten them, or this node has another address by now: nobody resets them, there
     are more of them than attempts, and a server that is there."""
-    with opened(server, HASTY) as source:
-        connections = source._remote._connections
-        origin, target = split_url(f"{server.url}/weights.bin")
-        idle = [connections.take(origin)[0] for _ in range(2 * HASTY.attempts)]
-        for connection in idle:
-            connection.request("HEAD", target, {})
-            connections.give_back(connection)
-        with contextlib.ExitStack() as stack:
-            for connection in idle:
-                here, there = socket.socketpair()
-                stack.callback(there.close)
-                here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(HASTY.stall_s * 1e6)))
-                connection._socket.close()
-                connection._socket = here  # takes what is sent, and never says anything
-            assert await asyncio.to_thread(read, source) == data
+    with opened(server, HASTY) as source, contextlib.ExitStack() as stack:
+        for connection in kept_idle(server, source, 2 * HASTY.attempts):
+            here, there = socket.socketpair()
+            stack.callback(there.close)
+            here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(HASTY.stall_s * 1e6)))
+            connection._socket.close()
+            connection._socket = here  # takes what is sent, and never says anything
+        assert await asyncio.to_thread(read, source) == data
+
+
+def kept_idle(server: RangeServer, source: RemoteObject, count: int) -> list[Connection]:
+    """So many connections of the source, each used once and kept for the next load."""
+    connections = source._remote._connections
+    origin, target = split_url(f"{server.url}/weights.bin")
+    idle = [connections.take(origin)[0] for _ in range(count)]
+    for connection in idle:
+        connection.request("HEAD", target, {})
+        connections.give_back(connection)
+    return idle
 
 
 def is_connected(connection: Connection) -> bool:

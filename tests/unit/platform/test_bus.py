@@ -1,6 +1,8 @@
 """The bus against a real nats-server: requests, order, losses that are told, rights."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -26,7 +28,7 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.limits import MAX_MESSAGE, MIB
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, NODE_2, Nats, stored
 from tests.fixtures.suspended import suspended
-from tests.fixtures.tcp_relay import relayed
+from tests.fixtures.tcp_relay import Relay, relayed
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.platform.test_trace import TRACE
 
@@ -549,6 +551,19 @@ async def test_a_node_has_no_answer_sent_to_where_it_may_not_speak(nats: Nats) -
     assert heard == []
 
 
+@contextlib.asynccontextmanager
+async def behind_a_relay(nats: Nats, identity: str) -> AsyncIterator[tuple[Bus, Relay, asyncio.Event]]:
+    """A bus that is connected through one, and what is set when it is connected anew."""
+    async with relayed(nats.server.port) as relay:
+        env = {**nats.env(identity), "SLLM_NATS_URL": f"nats://127.0.0.1:{relay.port}"}
+        bus, back = await Bus.connect(Settings.load(env), identity, name=f"test {identity}"), asyncio.Event()
+        bus.on_reconnect(back.set)
+        try:
+            yield bus, relay, back
+        finally:
+            await bus.close()
+
+
 async def test_what_a_silent_connection_has_not_taken_keeps_nobody_from_a_new_one(
     nats: Nats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,20 +573,13 @@ async def test_what_a_silent_connection_has_not_taken_keeps_nobody_from_a_new_on
     gateway = await nats.bus(GATEWAY)
     got: list[int] = []
     await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: got.append(m.n))
-    async with relayed(nats.server.port) as relay:
-        env = {**nats.env(NODE), "SLLM_NATS_URL": f"nats://127.0.0.1:{relay.port}"}
-        node = await Bus.connect(Settings.load(env), NODE, name="test node")
-        try:
-            back: list[bool] = []
-            node.on_reconnect(lambda: back.append(True))
-            relay.silence()
-            for n in range(100):  # a node that streams: more than the kernel's buffers take
-                node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n, bytes(200_000)))
-            await until(lambda: bool(back), what="it is connected anew")
-            node.publish_now(subjects.frames(GATEWAY, NODE), Ping(1000))
-            await until(lambda: 1000 in got)
-        finally:
-            await node.close()
+    async with behind_a_relay(nats, NODE) as (node, relay, back):
+        relay.silence()
+        for n in range(100):  # a node that streams: more than the kernel's buffers take
+            node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n, bytes(200_000)))
+        await until(back.is_set, what="it is connected anew")
+        node.publish_now(subjects.frames(GATEWAY, NODE), Ping(1000))
+        await until(lambda: 1000 in got)
 
 
 async def test_the_server_gives_up_a_connection_that_went_silent(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,27 +591,16 @@ async def test_the_server_gives_up_a_connection_that_went_silent(nats: Nats, mon
     async def answer(asked: Ping) -> Ping:
         return asked
 
-    async def failed() -> int:
+    async def whole() -> bool:
+        """Whether each question is answered."""
         asking = (node.call(subjects.read_bundle(NODE), Ping(n), Ping, timeout_s=1.0) for n in range(32))
-        return sum(
-            isinstance(found, DeadlineExceeded) for found in await asyncio.gather(*asking, return_exceptions=True)
-        )
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        return not any(isinstance(each, DeadlineExceeded) for each in found)
 
-    async with relayed(nats.server.port) as relay:
-        env = {**nats.env(GATEWAY), "SLLM_NATS_URL": f"nats://127.0.0.1:{relay.port}"}
-        gateway = await Bus.connect(Settings.load(env), GATEWAY, name="test gateway")
-        try:
-            back: list[bool] = []
-            gateway.on_reconnect(lambda: back.append(True))
-            await gateway.serve(subjects.READ_BUNDLES, Ping, answer, queue="bundles", to_asker=True)
-            assert not await failed()
-            relay.silence()
-            await until(lambda: bool(back), what="it is connected anew")
-            await gateway.flush()
-
-            async def whole() -> bool:
-                return not await failed()
-
-            await until(whole, 60, what="each question is answered")  # after four minutes and more it would be
-        finally:
-            await gateway.close()
+    async with behind_a_relay(nats, GATEWAY) as (gateway, relay, back):
+        await gateway.serve(subjects.READ_BUNDLES, Ping, answer, queue="bundles", to_asker=True)
+        assert await whole()
+        relay.silence()
+        await until(back.is_set, what="it is connected anew")
+        await gateway.flush()
+        await until(whole, 60, what="each question is answered")  # after four minutes and more it would be

@@ -377,7 +377,7 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence) -> None:
         """Nothing of it is left to prefill, it may be."""
-        if sequence.state is not State.PREFILL or sequence.computed < sequence.wanted:
+        if sequence.state is not State.PREFILL or sequence.left > 0:
             return
         if sequence.held:
             self._rested.append(sequence)
