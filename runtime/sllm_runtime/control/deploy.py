@@ -265,6 +265,7 @@ class Deployments:
         """The content is there already: it gets the route, and a new chance if it was in a back-off. It takes it from
         another version as a new one does, once an instance of it is ready; one that cannot start leaves it there."""
         key = (known.function, known.version)
+        registry.present(self._loop.view, key[0])
         try:
             if not self._loop.view.active(key):
                 self._loop.change(lambda view: view.put_failure(key, None).put_trial(key, True))
