@@ -85,6 +85,8 @@ async def test_it_is_made_of_two_layers_once_however_many_ask(tmp_path: Path, pr
     told: list[str] = []
     nodes = [Base(store, scratch, {}, producer) for _ in range(3)]
     async with asyncio.timeout(GIVE_UP_S):
+        for node in nodes:
+            await node.digests()  # so that none of them comes when another has made it already
         names = await asyncio.gather(*(node.ensure(told.append) for node in nodes))
     reference, system = f"localhost/sllm-base:{'b' * 32}", f"localhost/sllm-system:{'a' * 32}"
     assert set(names) == {reference}
