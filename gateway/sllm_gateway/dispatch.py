@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ from sllm_runtime.protocol.records import Route, RouteEntry
 log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
+NOBODY_S = 0.1
+"""When no call has waited for so long the controller hears of it: it would start for nobody until its poll ends."""
 PAUSE_FIRST_S, PAUSE_MOST_S = 0.05, 1.0
 """Between two acquires that brought nothing; the controller answers at once only when there is something."""
 
@@ -46,6 +49,7 @@ class _Line:
         self.asked = 0
         """Waiting calls that the controller was last told of."""
         self.polling = False
+        self.lull: asyncio.TimerHandle | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     def on_route(self, route: Route, now: float) -> None:
@@ -109,8 +113,9 @@ class Dispatcher:
     async def close(self) -> None:
         """Stop asking. Waiting calls are their owner's to end."""
         for line in self._lines.values():
-            if line.timer is not None:
-                line.timer.cancel()
+            for timer in (line.timer, line.lull):
+                if timer is not None:
+                    timer.cancel()
         await self._tasks.close()
 
     # --- calls ------------------------------------------------------------------------------------
@@ -153,6 +158,7 @@ class Dispatcher:
         line = self._lines.get(call.version.key)
         if line is not None:
             line.slots.remove(call)
+            self._poll(line)
             self._drop_if_idle(line)
 
     def may_ask(self, call: Call, instance: str, now: float) -> bool:
@@ -278,11 +284,13 @@ class Dispatcher:
         """Ask for instances while calls wait; again at once when twice as many wait as were told."""
         waiting = len(line.slots.waiting)
         if not waiting:
+            if line.polling and line.asked and line.lull is None:
+                line.lull = asyncio.get_running_loop().call_later(NOBODY_S, self._lulled, line)
             line.asked = 0
         elif not line.polling:
-            line.polling = True
+            line.polling, line.asked = True, waiting
             self._tasks.start(self._poll_while_waiting(line), f"acquire {line.version.function}")
-        elif waiting >= 2 * max(1, line.asked):
+        elif waiting >= 2 * line.asked:
             self._tasks.start(self._ask_more(line), f"acquire more {line.version.function}")
             line.asked = waiting
 
@@ -302,6 +310,19 @@ class Dispatcher:
             line.polling = False
             # Nobody asks any more, so nobody would hear that it has changed.
             line.pending, line.awaits, line.away = "", None, ""
+
+    def _lulled(self, line: _Line) -> None:
+        line.lull = None
+        if line.polling and not line.slots.waiting and not line.version.removed:
+            self._tasks.start(self._nobody(line), f"acquire none {line.version.function}")
+
+    async def _nobody(self, line: _Line) -> None:
+        """What is asked for no call counts no more; the poll that asked goes on to its end."""
+        function, version = line.version.function, line.version.number
+        none = Acquire(function=function, version=version, gateway=self._gateway, waiting=0,
+                       known=tuple(line.slots.entries), wait_s=0.0)  # fmt: skip
+        with contextlib.suppress(SllmError):  # its poll ends soon
+            await self._leader.ask("acquire", none, Acquired, timeout_s=RPC_TIMEOUT_S)
 
     async def _ask_more(self, line: _Line) -> None:
         await self._ask(line)

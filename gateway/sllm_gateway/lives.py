@@ -29,6 +29,11 @@ class Over(Exception):
     """Another gateway has declared this life over, and has its streams."""
 
 
+class Aged(Over):
+    """Its record is gone, and so would be that of an heir by now: only what one has made of its streams says whether
+    there is one."""
+
+
 class Lost(Exception):
     """What was written of this life is no longer there, and nobody has it: it is to be written anew."""
 
@@ -83,7 +88,7 @@ class Lives:
 
     # --- one's own --------------------------------------------------------------------------------
     async def beat(self, *, over: bool = False) -> None:
-        """This gateway lives, or has ended in order. Raises ``Over`` or ``Lost``."""
+        """This gateway lives, or has ended in order. Raises ``Over``, ``Aged`` or ``Lost``."""
         self.me = msgspec.structs.replace(self.me, beat=self.me.beat + 1, over=over)
         subject = life_beat(self.me.life)
         try:
@@ -142,7 +147,7 @@ class Lives:
         if there is None or life_of(there[1]).heir:
             self._recorded.clear()  # what began now would be told under a life that another gateway has
             self._sure.clear()
-            raise Over
+            raise Over if there is not None else Aged
         # It was stored and its acknowledgement lost.
         self._sequence = there[0]
 
@@ -182,7 +187,7 @@ class Lives:
         return self._backlog.first[0] if self._backlog.first is not None else None
 
     async def store(self) -> None:
-        """The first of what waits. Raises ``Over`` or ``Lost``."""
+        """The first of what waits. Raises ``Over``, ``Aged`` or ``Lost``."""
         if self._backlog.first is None:
             return
         number, data = self._backlog.first
@@ -194,6 +199,10 @@ class Lives:
         self._backlog.stored(number)
         if self._backlog.gap:
             raise Lost
+
+    def go_on(self) -> None:
+        """Nobody has this life, which has ``Aged``: the next beat writes its record anew."""
+        self._sequence = 0
 
     def anew(self) -> None:
         """What waits to be stored counts no more."""

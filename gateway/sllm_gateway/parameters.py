@@ -42,6 +42,7 @@ _QUERY: Final[Mapping[str, tuple[Schema, str]]] = {
     "force": (_YES_OR_NO, "Cancel what runs"),
     "detail": (_YES_OR_NO, "What lies where on each"),
     "since": ({"type": "number"}, "Unix time in seconds: nothing from before"),
+    "ago": ({"type": "number", "minimum": 0}, "Of the last so many seconds, by the gateway's clock; goes before since"),
     "function": (_text(NAME), "Of this function alone"),
     "call": (_text(http.CALL_PART), "Of this call alone"),
     "kind": ({"type": "string", "enum": sorted(KINDS)}, "Of this kind, or of all that begin with this word"),

@@ -21,7 +21,7 @@ from sllm_gateway.call import Call
 from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import SILENT, Journal, known_s
 from sllm_gateway.ledger import Ledger, streams
-from sllm_gateway.lives import Lives, Lost, Over
+from sllm_gateway.lives import Aged, Lives, Lost, Over
 from sllm_gateway.roll import Roll
 from sllm_gateway.taking_up import AT_ONCE, TakingUp
 from sllm_runtime.platform.owned import Tasks, each
@@ -183,15 +183,29 @@ class Succession:
             log.info("this gateway's log waits: %s", error.message)
             await self._pause(ORDERS_S)
         except Lost:
-            self._lives.anew()
-            self._ledger.anew()
-            await self._pause(ORDERS_S)
-        except Over:
+            await self._tell_anew()
+        except Over as over:
             try:
-                await self._end_life()
+                if isinstance(over, Aged) and await self._has_all():
+                    self._lives.go_on()
+                    self._due = 0.0
+                    await self._tell_anew()
+                else:
+                    await self._end_life()
             except SllmError as error:  # until then they run here
                 log.info("the streams of this gateway's last life wait to be handed on: %s", error.message)
                 await self._pause(ORDERS_S)
+
+    async def _tell_anew(self) -> None:
+        self._lives.anew()
+        self._ledger.anew()
+        await self._pause(ORDERS_S)
+
+    async def _has_all(self) -> bool:
+        """Whether its streams are its own, of which an heir would have made kept calls: all gateways, or the only one,
+        stood still. Without any another life costs nothing."""
+        known = [call.id for call, _ in self._ledger.written()]
+        return bool(known) and not any([await self._journal.has(call) for call in known])
 
     async def _end_life(self) -> None:
         """It has not run for so long that another gateway has its streams; they end here, and a new life begins. What

@@ -246,14 +246,16 @@ def call(journaled: Journaled, told: CallTold | None = None) -> CallView:
     assert order is not None
     open_ = ended is None and told is not None and not final(CALL, told.state)
     usage = ended.usage if ended is not None else None
+    # A gateway's clock may be set back meanwhile, or another gateway's be behind.
+    began = max(journaled.began.at, order.created) if journaled.began is not None else None
     return CallView(
         id=order.call,
         function=order.function,
         version=order.version,
         state=told.state.value if open_ and told is not None else journaled.state.value,
         created=order.created,
-        started=journaled.began.at if journaled.began is not None else None,
-        finished=ended.at if ended is not None else None,
+        started=began,
+        finished=max(ended.at, began or order.created) if ended is not None else None,
         usage=UsageView(prompt=usage.prompt, completion=usage.completion, cached=usage.cached) if usage else None,
         error=error(ended.error) if ended is not None else None,
         instance=told.instance if told is not None else journaled.began.instance if journaled.began is not None else "",

@@ -121,6 +121,7 @@ class Node:
             lambda gateway: BusLine(bus, subjects.frames(gateway, self._node)),
             clock,
             self._tasks,
+            yielded=self._reporter.changed,
         )
         self._namesake = Namesake(settings.node, self._boot, self._since, clock, self._failed)
         self._presence = Presence(

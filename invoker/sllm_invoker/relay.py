@@ -12,6 +12,7 @@ from typing import Final, Literal, Protocol
 
 from sllm_invoker.call import Call, Key
 from sllm_invoker.gateway_link import GatewayLink, Line
+from sllm_invoker.turns import Turns
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import ErrorBody, GatewaySilent, ProtocolError
@@ -92,12 +93,16 @@ class Relay:
         line: Callable[[str], Line],
         clock: Callable[[], float],
         tasks: Tasks,
+        yielded: Callable[[], None] = lambda: None,
     ) -> None:
-        """``find`` an instance by its name; ``line`` leads to the gateway of that name."""
+        """``find`` an instance by its name; ``line`` leads to the gateway of that name. ``yielded`` is told when a slot
+        stays free for a gateway that was refused before, and is to hear of it."""
         self._find = find
         self._line = line
         self._clock = clock
         self._tasks = tasks
+        self._yielded = yielded
+        self._turns = Turns()
         self._calls: dict[Key, tuple[Call, Host]] = {}
         self._links: dict[str, GatewayLink] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
@@ -127,9 +132,16 @@ class Relay:
         host = self._find(head.instance)
         if host is None or not host.open_for_calls:
             return self._not_taken("gone", f"instance {head.instance} takes no calls here")
+        version, now = (head.function, head.version), self._clock()
         if not host.free_slot:
+            self._turns.refused(version, gateway, head.call, now)
             return self._not_taken("busy")
-        now = self._clock()
+        # A call that moves has a slot of its own there.
+        if not head.held and self._turns.yields(version, head.instance, gateway, self._running(version), now):
+            self._turns.refused(version, gateway, head.call, now)
+            self._yielded()
+            return self._not_taken("busy", "its slot is kept for another gateway")
+        self._turns.taken(version, head.instance, gateway, head.call, now)
         call = Call(host.next_number(), gateway, head, now)
         parts = call.take_body(request.first, now)
         if head.body_bytes == 0:
@@ -139,6 +151,15 @@ class Relay:
         self._calls[key] = (call, host)
         host.begin(call, parts)
         return _taken(host)
+
+    def _running(self, version: tuple[str, int]) -> Callable[[str], int]:
+        """Calls of it that run here, by gateway."""
+
+        def running(gateway: str) -> int:
+            calls = (call for call, _host in self._calls.values() if call.gateway == gateway and call.running)
+            return sum((call.head.function, call.head.version) == version for call in calls)
+
+        return running
 
     def _not_taken(self, status: Literal["busy", "gone"], note: str = "") -> Opened:
         return Opened(status=status, note=note, knows_s=self._clock() - self._began)
@@ -218,6 +239,7 @@ class Relay:
         self._ticked = now
         for memory in (self._cancelled, self._over):
             _outdate(memory, now - REMEMBER_S)
+        self._turns.outdate(now)
         beat = any(now - call.said >= limits.HEARTBEAT_S for call, _host in self._calls.values())
         busy = set[str]()
         for call, host in list(self._calls.values()):

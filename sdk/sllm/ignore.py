@@ -11,6 +11,7 @@ from typing import Final
 from pathspec import GitIgnoreSpec
 
 from sllm_runtime.protocol.errors import InvalidBundle
+from sllm_runtime.protocol.profiles import LOCK_FILE, PLATFORM_LOCK
 
 IGNORE_FILE: Final = ".sllmignore"
 DEFAULTS: Final = (
@@ -31,6 +32,8 @@ DEFAULTS: Final = (
     "*.log",
 )
 """Weights travel as models, not in bundles. ``!pattern`` in ``.sllmignore`` brings a file back."""
+_OF_HERE: Final = frozenset({"pyvenv.cfg", PLATFORM_LOCK, LOCK_FILE})
+"""In a virtual environment, in what ``sllm up --data`` names, in ``SLLM_HOME``."""
 
 
 def spec(root: Path, also: tuple[str, ...] = ()) -> GitIgnoreSpec:
@@ -78,7 +81,7 @@ def files(
     """Those that are entered all the same: nothing else of them travels."""
 
     def enters(name: str) -> bool:
-        ignored = rules.match_file(f"{name}/") or _is_environment(root / name) or name.startswith(environments)
+        ignored = rules.match_file(f"{name}/") or _is_of_here(root / name) or name.startswith(environments)
         if not ignored or asked.match_file(f"{name}/"):  # all of it is asked for by its own name
             return True
         return any(_leads_into(pattern, name) for pattern in include)
@@ -86,7 +89,7 @@ def files(
     for directory, below, names in os.walk(root, followlinks=False, onerror=_unreadable):
         here = Path(directory).relative_to(root)
         prefix = "" if here == Path(".") else f"{here.as_posix()}/"
-        environments += (prefix,) if prefix and "pyvenv.cfg" in names else ()
+        environments += (prefix,) if prefix and _OF_HERE.intersection(names) else ()
         wanted = sorted(name for name in below if enters(f"{prefix}{name}"))
         below[:] = [name for name in wanted if not (root / prefix / name).is_symlink()]
         if outside is not None:
@@ -102,9 +105,10 @@ def files(
                 yield path
 
 
-def _is_environment(directory: Path) -> bool:
-    """Whether it is a virtual one of Python, whatever its name: it is of this machine alone."""
-    return (directory / "pyvenv.cfg").is_file()
+def _is_of_here(directory: Path) -> bool:
+    """Whether it is of this machine alone, whatever its name: a virtual environment of Python, or where a platform or
+    who uses one keeps tokens, keys and all functions' secrets."""
+    return any((directory / name).is_file() for name in _OF_HERE)
 
 
 def _inside(root: Path, path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -103,6 +104,9 @@ class _Query(msgspec.Struct, frozen=True):
     limit: int = SOME_LINES
     follow: bool = False
     since: float | None = None
+    ago: float | None = None
+    """Of the last so many seconds, by this gateway's clock: the caller's may be another. Goes before ``since``, which
+    is for gateways that do not know it."""
     after: int | None = None
     """The number of the last that came to who reads on: each behind it is wanted, whatever their number."""
 
@@ -110,7 +114,8 @@ class _Query(msgspec.Struct, frozen=True):
     def of(cls, request: Request) -> _Query:
         """Raises ``InvalidRequest`` that names the parameter."""
         query = request.query_params
-        given: dict[str, str | int | None] = {key: query[key] for key in ("limit", "follow", "since") if query.get(key)}
+        keys = ("limit", "follow", "since", "ago")
+        given: dict[str, str | int | None] = {key: query[key] for key in keys if query.get(key)}
         given["after"] = last_event_id(request)
         try:
             found = msgspec.convert(given, cls, strict=False)
@@ -120,7 +125,11 @@ class _Query(msgspec.Struct, frozen=True):
             raise InvalidRequest(f"limit must be between 0 and {MOST_LINES}", field="limit")
         if found.since is not None and not abs(found.since) <= LATEST:
             raise InvalidRequest("since must be a Unix time in seconds", field="since")
-        return found
+        if found.ago is None:
+            return found
+        if not 0 <= found.ago <= LATEST:
+            raise InvalidRequest("ago must be seconds before now", field="ago")
+        return msgspec.structs.replace(found, since=max(0.0, time.time() - found.ago))
 
 
 def _lines(call: str | None) -> _Kept[LogRecord]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sllm_loaderd.daemon.service import LoaderService
 
 STAGE: Final = "copy"
+_AGAIN_S: Final = 0.5
+"""Who is told this of a conflict may ask again; a source that has changed stays as it is."""
 
 
 class Copying:
@@ -37,7 +39,8 @@ class Copying:
         what its sources raise.
         """
         if digest in self.running:
-            raise Conflict(f"model {digest} is being copied to the SSD tier already; ask again", field="model")
+            text = f"model {digest} is being copied to the SSD tier already; ask again"
+            raise Conflict(text, field="model", retry_after_s=_AGAIN_S)
         self.running.add(digest)
         try:
             model = await self._service.model(digest)
@@ -96,7 +99,8 @@ class Copying:
         if ssd.holds(digest, rank):
             return
         if ssd.making(digest, rank):
-            raise Conflict(f"partition {rank} of {digest} is being copied beside a load; ask again", field="model")
+            text = f"partition {rank} of {digest} is being copied beside a load; ask again"
+            raise Conflict(text, field="model", retry_after_s=_AGAIN_S)
         used, limit = ssd.status()
         raise Unavailable(
             f"the SSD tier has no room for {show_bytes(model.index.partitions[rank].nbytes)} of {digest[:19]}:"

@@ -54,6 +54,7 @@ def refusal(token: str, shown: str, asked: Asked, now: float) -> str:
         return "it is not signed as this version signs"
     if not hmac.compare_digest(match[2], asked.mac(token, int(match[1]))):
         return f"it is signed with another token, or for another address than {asked.address}"
-    if abs(now - int(match[1])) > WINDOW_S:
-        return f"it was signed {now - int(match[1]):.0f} s ago by this node's clock, {WINDOW_S} are allowed"
+    if abs(ago := now - int(match[1])) > WINDOW_S:
+        when = f"{-ago:.0f} s ahead of" if ago < 0 else f"{ago:.0f} s ago by"
+        return f"it was signed {when} this node's clock, {WINDOW_S} are allowed"
     return ""

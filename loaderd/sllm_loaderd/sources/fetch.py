@@ -263,7 +263,8 @@ def _alone(directory: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise Conflict(f"{directory} is being fetched by another process; wait for it", field="model") from error
+        text = f"{directory} is being fetched by another process; wait for it"
+        raise Conflict(text, field="model", retry_after_s=1.0) from error
     finally:
         os.close(fd)
 

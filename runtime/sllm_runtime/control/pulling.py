@@ -124,9 +124,9 @@ class Pulls:
                 silent += 1
                 if silent >= TRIES or type(error) not in AWAY:
                     raise
-            except Conflict:
+            except Conflict as error:
                 busy += 1
-                if busy >= BUSY_TRIES:
+                if busy >= BUSY_TRIES or error.retry_after_s is None:  # a source that has changed stays so
                     raise
             else:
                 if reply.model is not None:

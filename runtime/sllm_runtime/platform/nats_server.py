@@ -172,8 +172,13 @@ class EmbeddedNats:
         return {"user": identity.user, "password": identity.password, "permissions": permissions(identity)}
 
     def _file_limit(self) -> int:
+        """Beside what it has stored already: a limit below that has JetStream refuse every write."""
         free = shutil.disk_usage(self.directory).free
-        return max(LEAST_STORE, min(_FILE_LIMIT, free - _KEEP_FREE))
+        return min(_FILE_LIMIT, self._stored() + max(LEAST_STORE, free - _KEEP_FREE))
+
+    def _stored(self) -> int:
+        files = (Path(where) / name for where, _, names in os.walk(self.directory / "jetstream") for name in names)
+        return sum(file.stat().st_size for file in files)
 
     def new_child(self) -> Child:
         """The process, not started yet."""

@@ -17,6 +17,7 @@ import msgspec
 from sllm_runtime.platform.nats_server import write_private
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.protocol.errors import Conflict, Unavailable
+from sllm_runtime.protocol.profiles import PLATFORM_LOCK
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,14 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Lock:
-    """``<data>/up.lock``, held until this process ends, however it ends."""
+    """``PLATFORM_LOCK`` there, held until this process ends, however it ends."""
 
     data: Path
     _fd: int | None = field(default=None, init=False)
 
     def __enter__(self) -> Self:
         self.data.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(self.data / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.data / PLATFORM_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

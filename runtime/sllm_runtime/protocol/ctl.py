@@ -34,7 +34,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Acquire(msgspec.Struct, frozen=True, kw_only=True):
-    """A gateway has ``waiting`` calls of this version and no free slot. Joined over all gateways: one start.
+    """A gateway has ``waiting`` calls of this version and no free slot, or (0) none any more: what it said before
+    counts no longer. Joined over all gateways: one start.
 
     Answered when an entry exists that is not in ``known``, when a start failed, or after ``wait_s``.
     """

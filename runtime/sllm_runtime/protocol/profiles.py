@@ -9,6 +9,8 @@ from typing import Any, Final
 PROFILES_FILE: Final = "profiles.toml"
 LOCK_FILE: Final = "profiles.lock"
 """Held (flock) by who changes the file beside it."""
+PLATFORM_LOCK: Final = "up.lock"
+"""In a platform's data directory, held for as long as it runs."""
 
 
 def profile_name(value: str) -> str:

@@ -14,6 +14,8 @@ from sllm_runtime.protocol.worker import Assign
 from sllm_runtime.worker import isolation
 from sllm_runtime.worker.engine.ours.parallel.meeting import TOLD, lost
 
+LONGEST_S: Final = 1e6
+"""That another process of an instance is waited for: ``poll`` counts milliseconds, of which 31 bits hold 24 days."""
 _OWN: Final = Path("/proc/self/ns/net")
 
 
@@ -37,7 +39,7 @@ def leave_network(assign: Assign, fds: Sequence[int], left: int | None = None, *
     with ExitStack() as stack:
         own = [stack.enter_context(socket.socket(fileno=os.dup(fd))) for fd in edges]
         for each in own:
-            each.settimeout(assign.manifest.startup_timeout)
+            each.settimeout(min(assign.manifest.startup_timeout, LONGEST_S))
         if member.number:
             _follow(own[1], member.ranks, can)
         else:

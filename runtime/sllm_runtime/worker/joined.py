@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from sllm_runtime.protocol.errors import ProtocolError, SllmError
 from sllm_runtime.protocol.worker import Assign, Member
+from sllm_runtime.worker.cluster import LONGEST_S
 from sllm_runtime.worker.engine.ours.edge import Edges
 from sllm_runtime.worker.engine.ours.parallel.group import Group, Library, ProcessGroup
 from sllm_runtime.worker.engine.ours.parallel.shared import SharedGroup
@@ -20,7 +21,7 @@ class Joined:
 
     def __init__(self, member: Member, fds: Sequence[int], patience_s: float) -> None:
         self.member = member
-        self.patience_s = patience_s
+        self.patience_s = patience_s = min(patience_s, LONGEST_S)
         own = [socket.socket(fileno=fd) for fd in fds]
         self._peers: list[socket.socket] = []
         if member.stages > 1:

@@ -29,7 +29,7 @@ def events(
     query = {"limit": str(limit), "follow": "true" if follow else "false"}
     about = {key: value for key, value in (("function", function), ("call", call), ("kind", kind)) if value is not None}
     query |= {key: transport.named(value, "kind of events" if key == "kind" else key) for key, value in about.items()}
-    query |= {"since": str(time.time() - since)} if since is not None else {}
+    query |= {"since": str(time.time() - since), "ago": str(since)} if since is not None else {}
     came = False
     with client(context) as connection:
         for event in connection.follow(f"{API}/events", query):

@@ -8,7 +8,7 @@ import pytest
 from sllm_runtime.control.nodes import Nodes
 from sllm_runtime.control.pulling import KEPT_S, Pulls
 from sllm_runtime.protocol import ctl
-from sllm_runtime.protocol.errors import DeadlineExceeded, Forbidden, ModelNotFound, NodeNotFound
+from sllm_runtime.protocol.errors import Conflict, DeadlineExceeded, Forbidden, ModelNotFound, NodeNotFound
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.control.bench import Bench
@@ -98,6 +98,20 @@ async def test_what_fails_is_told_with_the_node(bench: Bench) -> None:
         await pulled(bench, digest, "n1", "n9")
     with pytest.raises(ModelNotFound):
         await pulled(bench, "sha256:ffff")
+
+
+async def test_a_source_that_has_changed_is_told_at_once_and_a_copy_that_is_made_is_waited_for(bench: Bench) -> None:
+    digest = await registered(bench)
+    bench.node.problem = Conflict("it has changed since it was registered", field="model")
+    async with asyncio.timeout(5.0):
+        with pytest.raises(Conflict, match="n1: it has changed"):
+            await pulled(bench, digest)
+    assert len(bench.node.pulls) == 1, "the store is asked once"
+    bench.node.problem = Conflict("it is being copied already", field="model", retry_after_s=0.5)
+    asked = asyncio.create_task(pulled(bench, digest))
+    await until(lambda: len(bench.node.pulls) > 2, what="the node is asked again")
+    bench.node.problem = None
+    assert (await asked).nodes == ("n1",)
 
 
 async def test_a_failure_is_told_while_other_nodes_go_on(bench: Bench, nats: Nats) -> None:

@@ -22,6 +22,7 @@ from sllm_runtime.platform import bundles, trace
 from sllm_runtime.platform.owned import end
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol import ctl, subjects
+from sllm_runtime.protocol.calls import Began, CallOrder, Ended, Journaled
 from sllm_runtime.protocol.errors import (
     FunctionError,
     FunctionNotFound,
@@ -48,7 +49,7 @@ from sllm_runtime.protocol.node import (
     Storage,
 )
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
-from sllm_runtime.protocol.states import InstanceState, VersionState
+from sllm_runtime.protocol.states import CallState, InstanceState, VersionState
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, Nats, stored
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
@@ -496,6 +497,8 @@ async def test_logs_are_kept_filtered_and_followed(nats: Nats) -> None:
         assert await _texts(w) == [f"line {n}" for n in range(10)]
         assert await _texts(w, limit=3, call="call-1") == ["line 5", "line 7", "line 9"]
         assert await _texts(w, since=4e9) == []
+        assert len(await _texts(w, since=4e9, ago=60)) == 10, "the asker's clock is ahead"
+        assert await _texts(w, since=0, ago=0) == [], "or behind"
         async with w.http.stream("GET", f"{API}/functions/f/logs", params={"follow": "true", "limit": 1}) as response:
             parser, seen = Parser(), []
             async for piece in response.aiter_bytes():
@@ -583,6 +586,9 @@ async def test_logs_of_nothing_and_wrong_queries(nats: Nats) -> None:
         for since in ("nan", "inf", "-inf", "1e300"):
             wrong = await w.http.get(f"{API}/functions/f/logs?since={since}")
             assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "since"), since
+        for ago in ("nan", "inf", "-1", "1e300"):
+            wrong = await w.http.get(f"{API}/functions/f/logs?ago={ago}")
+            assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "ago"), ago
 
 
 async def test_what_names_nothing_is_refused_in_few_words(nats: Nats) -> None:
@@ -1091,3 +1097,16 @@ async def test_how_a_call_ended_is_told_also_where_its_start_was_over_later(nats
         await stored(w.controller.bus, subjects.EVENTS_STREAM, "sllm.events.*.*.*.*.*.call-of-before", 2)
         found = (await w.http.get(f"{API}/explain/call-of-before")).json()
     assert (found["state"], found["error"], found["instance"]) == ("CANCELLED", "the caller went away", None)
+
+
+@pytest.mark.parametrize(("began", "ended"), [(40.0, 30.0), (90.0, 150.0), (150.0, 120.0)])
+def test_no_call_begins_before_it_was_made_or_ends_before_that(began: float, ended: float) -> None:
+    """A clock was set back meanwhile, or who took the call over has another one."""
+    order = CallOrder(
+        call="call-1", gateway="g1", function="fn", version=1, kind="fn", seed=7, parts=0, durable=True, created=100.0
+    )
+    begun, done = Began(at=began, numerics="", epoch=1), Ended(at=ended, state=CallState.SUCCEEDED)
+    view = views.call(Journaled(order=order, began=begun, ended=done))
+    assert view.started is not None
+    assert view.finished is not None
+    assert view.created <= view.started <= view.finished

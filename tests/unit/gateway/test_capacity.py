@@ -341,3 +341,28 @@ async def test_why_no_more_is_started_is_known_where_some_are_there_and_taken(na
         assert asked.count(False) == 1
         await end(calls)
         await until(lambda: not len(w.gateway.calls))
+
+
+async def test_the_controller_hears_that_nobody_waits_any_more_and_that_somebody_does_again(nats: Nats) -> None:
+    """Its poll goes on for seconds: what is started meanwhile, and ended for that, would be for nobody."""
+    described = manifest("hang", queue_timeout=GIVE_UP_S)
+
+    async def hold(_: Acquire) -> Acquired:
+        await asyncio.sleep(4.0)
+        return Acquired()
+
+    async with world(nats) as w:
+        w.controller.on_acquire = hold
+        await w.deploy(described, script=hang)
+        told = w.controller.acquires
+        caller = asyncio.create_task(w.http.post("/fn/hang", headers=SSE))
+        await until(lambda: len(told) == 1)
+        caller.cancel()
+        await asyncio.wait([caller])
+        async with asyncio.timeout(2.0):
+            await until(lambda: told[-1].waiting == 0, what="the controller is told")
+        again = asyncio.create_task(w.http.post("/fn/hang", headers=SSE))
+        async with asyncio.timeout(1.0):
+            await until(lambda: told[-1].waiting == 1, what="and of the next one")
+        again.cancel()
+        await asyncio.wait([again])

@@ -934,6 +934,46 @@ async def test_a_gateway_that_was_taken_for_dead_ends_its_streams_and_begins_a_n
             assert await _life_of(other, stream.headers["sllm-call-id"]) != life
 
 
+@pytest.mark.parametrize("inherited", [False, True])
+async def test_a_stream_goes_on_at_a_gateway_that_slept_as_long_as_all_others(nats: Nats, inherited: bool) -> None:
+    """A laptop whose lid was closed for some minutes: the record of its gateway's life has aged, and nobody was there
+    to take its streams over. Where somebody was, and that record has aged as well, what it made of them says so."""
+    async with world(nats) as w:
+        wakes = asyncio.Event()
+
+        async def waits(run: Run) -> None:
+            run.out(0)
+            await wakes.wait()
+            for number in range(1, 6):
+                run.out(number)
+            run.end()
+
+        await w.deploy(engine("tokens"), entry(fingerprint="f"), script=waits)
+        async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+            call = stream.headers["sllm-call-id"]
+            other, lives = await another(nats), w.gateway._succession._lives
+            await _logged(other, lives.me.life, lambda order: order.call == call)
+            if inherited:
+                (kept,) = [whole for each, whole in w.gateway._ledger.written() if each.id == call]
+                await w.gateway._succession._journal.create(JOURNAL_STREAM, call, kept.order, 60.0)
+            lives._clock = lambda: time.monotonic() + LIVES_AGE_S
+            await (await nats.bus(CONTROLLER)).jetstream.purge_stream(LIVES_STREAM)
+            life = lives.me.life
+            await until(lambda: lives._recorded.is_set() and lives._sequence, what="it has found out what it is")
+            await _beaten(lives)
+            wakes.set()
+            text = "".join([part async for part in stream.aiter_text()])
+        assert ('"code":"call_moved"' in text) == inherited
+        assert text.endswith("data: [DONE]\n\n") == (not inherited)
+        assert (lives.me.life == life) == (not inherited)
+
+
+async def _beaten(lives: Lives) -> None:
+    """Once it has."""
+    beat = lives.me.beat
+    await until(lambda: lives.me.beat > beat + 1, what="it beats")
+
+
 async def test_a_stream_that_its_own_gateway_takes_up_again_has_ended_there_before(nats: Nats) -> None:
     """Its code takes a while to end. Nothing of the first one is left: the only slot of its instance is free again."""
     async with world(nats) as w:

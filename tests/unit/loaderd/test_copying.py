@@ -100,6 +100,32 @@ async def test_a_tier_that_is_too_small_says_so(server: RangeServer, tmp_path: P
             await daemon.control.copy(info.model)
 
 
+async def test_what_may_pass_says_so_and_a_source_that_has_changed_does_not(
+    published: Path, server: RangeServer, tmp_path: Path
+) -> None:
+    """A pull asks again for what says so, for two minutes; the rest it tells."""
+    async with loaderd(tmp_path) as daemon:
+        info = await daemon.control.register(f"{server.url}/tiny")
+        server.script.append("stall 10")
+        begun = asyncio.Event()
+        copying = asyncio.create_task(daemon.control.copy(info.model, report=lambda *_: begun.set()))
+        await begun.wait()
+        with pytest.raises(Conflict, match="copied to the SSD tier already") as busy:
+            await daemon.control.copy(info.model)
+        assert busy.value.retry_after_s is not None
+        server.released.set()
+        await asyncio.wait_for(copying, 30.0)
+        (copy,) = (daemon.data / "ssd").glob("*.bin")
+        await daemon.control.delete(info.model)
+        assert not copy.exists()
+        await daemon.control.register(f"{server.url}/tiny")
+        partition = published / PARTITION
+        partition.write_bytes(bytes([partition.read_bytes()[0] ^ 1]) + partition.read_bytes()[1:])
+        with pytest.raises(Conflict, match="has changed since it was registered") as changed:
+            await daemon.control.copy(info.model)
+        assert changed.value.retry_after_s is None
+
+
 async def test_one_that_is_broken_off_leaves_nothing_and_can_be_asked_for_again(
     published: Path, server: RangeServer, tmp_path: Path
 ) -> None:

@@ -125,8 +125,8 @@ async def test_who_has_no_token_gets_nothing_and_who_has_gets_only_models(tmp_pa
             (signed(index, ("127.0.0.1", port + 1)), b"another address"),
             (signed(index, here, span="bytes=0-9"), b"another token"),
             (signed(f"{base}/{partition_name(0)}", here), b"another token"),
-            (signed(index, here, ago_s=WINDOW_S + 5), b"clock"),
-            (signed(index, here, ago_s=-WINDOW_S - 5), b"clock"),
+            (signed(index, here, ago_s=WINDOW_S + 5), b"s ago by this node's clock"),
+            (signed(index, here, ago_s=-WINDOW_S - 5), b"s ahead of this node's clock"),
         ):
             status, said = await asyncio.to_thread(ask, port, index, Authorization=shown)
             assert (status, why in said) == (401, True), said

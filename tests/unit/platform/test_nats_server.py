@@ -7,14 +7,18 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from nats.js.api import StreamConfig
 
+from sllm_runtime.platform import nats_server
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.nats_server import EmbeddedNats, free_port, new_identity, threads, write_private
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.errors import Unavailable
+from sllm_runtime.protocol.limits import MIB
 from tests.fixtures.nats import CONTROLLER, Nats
 
 
@@ -85,3 +89,33 @@ async def test_what_the_server_acknowledges_is_on_its_disk(tmp_path: Path) -> No
 
 def test_the_server_leaves_most_of_a_machine_to_others() -> None:
     assert [threads(cores) for cores in (1, 2, 4, 8, 64)] == [1, 1, 1, 2, 16]
+
+
+async def test_a_store_on_a_disk_that_it_has_filled_itself_takes_records_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it holds is room that it has: by what is free alone its limit is below that at the next start, and JetStream
+    refuses whatever is written, a leader's term and deletions too."""
+    monkeypatch.setattr(nats_server, "LEAST_STORE", 8 * MIB)
+    monkeypatch.setattr(nats_server, "_KEEP_FREE", 8 * MIB)
+    directory = tmp_path / "nats"
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=64 * MIB - sum(file.stat().st_size for file in directory.rglob("*.blk")))
+
+    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    for life in range(2):
+        server = EmbeddedNats(directory=directory, identities=(new_identity("controller", CONTROLLER),))
+        server.prepare()
+        await server.start()
+        env = {"SLLM_NATS_URL": server.url, "SLLM_IDENTITY_FILE": str(server.identity_file(CONTROLLER))}
+        bus = await Bus.connect(Settings.load(env), CONTROLLER, name="test")
+        try:
+            if not life:
+                await bus.jetstream.add_stream(StreamConfig(name="KV_sllm_state", subjects=["$KV.sllm_state.>"]))
+                for number in range(48):
+                    await bus.jetstream.publish(f"$KV.sllm_state.{number}", bytes(MIB - 4096))
+            await bus.jetstream.publish("$KV.sllm_state.term", b"1")
+        finally:
+            await bus.close()
+            await server.stop()

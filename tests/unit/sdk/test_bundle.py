@@ -89,6 +89,15 @@ def test_a_virtual_environment_stays_whatever_its_name(tmp_path: Path) -> None:
     assert build(write(tmp_path, tree)).files == ("envs/b.py", "function.py")
 
 
+def test_what_a_platform_keeps_in_the_project_stays(tmp_path: Path) -> None:
+    """`sllm up --data run` there, or an `SLLM_HOME` that is not hidden: its token, its keys, every function's secrets,
+    and the bundles of before."""
+    platform = ("up.lock", "token", "secrets/key", "nats/identities/controller.json", "nats/jetstream/1.blk")
+    home = ("profiles.lock", "profiles.toml", "run/token")
+    tree = [f"data/{name}" for name in platform] + [f"home/{name}" for name in home]
+    assert build(write(tmp_path, dict.fromkeys(tree, "") | {"function.py": FUNCTION})).files == ("function.py",)
+
+
 def test_of_an_environment_only_what_is_asked_for_travels(tmp_path: Path) -> None:
     tree = dict.fromkeys(("env/pyvenv.cfg", "env/lib/a.py", "env/data/x.bin", "function.py"), "")
     write(tmp_path, tree)

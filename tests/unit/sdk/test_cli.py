@@ -1093,6 +1093,16 @@ def test_where_nothing_happened_that_is_said(gateway: Gateway, words: tuple[str,
         assert here("events", *words, more).stderr == ""
 
 
+@pytest.mark.parametrize("words", [("events",), ("fn", "logs", "f")])
+def test_the_last_seconds_are_those_of_the_gateways_clock(gateway: Gateway, words: tuple[str, ...]) -> None:
+    """This machine's may be wrong by minutes; a gateway of before knows a time by it alone."""
+    gateway.will(Answer((": heartbeat\n", DONE)))
+    here(*words, "--since", "60")
+    query = gateway.queries[-1]
+    assert float(query["ago"]) == 60
+    assert float(query["since"]) == pytest.approx(time.time() - 60, abs=GIVE_UP_S)
+
+
 def test_top_looks_once_where_nobody_watches(gateway: Gateway) -> None:
     node = NodeDetailView(
         node="n1", alive=True, cordoned=False, draining=False, age_s=0, cpu=4, free_cpu=3, memory=2**30,

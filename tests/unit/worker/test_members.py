@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +17,11 @@ from hypothesis import strategies as st
 
 from sllm_loaderd.convert import ConvertOptions, convert_directory
 from sllm_loaderd.convert.ranks import AutoPlan
+from sllm_runtime.platform.framing import frame
+from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import InvalidArgument, OutOfMemory, ProtocolError
 from sllm_runtime.protocol.manifest import Handler, Manifest
+from sllm_runtime.protocol.stages import Failed
 from sllm_runtime.protocol.worker import Assign, Member
 from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.shares import layers_of, ranges
@@ -46,9 +51,9 @@ def test_ranges_hold_each_block_once(blocks: list[int]) -> None:
     assert all(one[1] + 1 < other[0] for one, other in pairwise(found)), "those that touch are one"
 
 
-def assigned(member: Member) -> Assign:
+def assigned(member: Member, startup_timeout: float = GIVE_UP_S) -> Assign:
     handler = Handler(entry="user:fn", kind="generator", streams=True)
-    manifest = Manifest(name="fn", handler=handler, startup_timeout=GIVE_UP_S)
+    manifest = Manifest(name="fn", handler=handler, startup_timeout=startup_timeout)
     return Assign(instance="fn-1", function="fn", version=1, manifest=manifest, bundle="", member=member)
 
 
@@ -65,6 +70,26 @@ def test_one_process_has_nobody_to_be_joined_to() -> None:
     fds = [1, 2]
     assert Joined.of(assigned(Member()), fds) is None
     assert fds == [1, 2]
+
+
+@pytest.mark.parametrize("hours", [720, 1_193.0465, 876_000])
+@pytest.mark.parametrize("kind", ["stages", "ranks"])
+def test_a_start_that_may_take_for_ever_waits_for_the_others(kind: str, hours: float) -> None:
+    """By ``poll``, whose milliseconds have 31 bits: those of 1193 hours and some are 1 ms in 32 bits."""
+    (one, before), (two, behind) = socket.socketpair(), socket.socketpair()
+    member = Member(number=1, **{kind: 2})
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)] + [before.detach(), behind.detach()]
+    joined = Joined.of(assigned(member, hours * 3600), fds)
+    assert joined is not None
+    with one, two, contextlib.ExitStack() as stack:
+        stack.callback(joined.fail, OutOfMemory("it is over"))
+        for fd in fds:
+            stack.callback(os.close, fd)
+        later = threading.Timer(0.2, one.sendall, [frame(codec.pack(Failed(OutOfMemory("it needs more").body())))])
+        stack.callback(later.join)
+        later.start()
+        with pytest.raises(OutOfMemory, match="it needs more"):
+            joined.edges[0].receive(joined.patience_s)
 
 
 @pytest.mark.parametrize("kind", ["stages", "ranks"])
