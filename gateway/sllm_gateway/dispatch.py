@@ -286,8 +286,11 @@ class Dispatcher:
         if not waiting:
             if line.polling and line.asked and line.lull is None:
                 line.lull = asyncio.get_running_loop().call_later(NOBODY_S, self._lulled, line)
-            line.asked = 0
-        elif not line.polling:
+            return
+        if line.lull is not None:
+            line.lull.cancel()
+            line.lull = None
+        if not line.polling:
             line.polling, line.asked = True, waiting
             self._tasks.start(self._poll_while_waiting(line), f"acquire {line.version.function}")
         elif waiting >= 2 * line.asked:
@@ -314,6 +317,7 @@ class Dispatcher:
     def _lulled(self, line: _Line) -> None:
         line.lull = None
         if line.polling and not line.slots.waiting and not line.version.removed:
+            line.asked = 0  # only now: a queue that is empty for moments would be told of at each of its calls
             self._tasks.start(self._nobody(line), f"acquire none {line.version.function}")
 
     async def _nobody(self, line: _Line) -> None:
@@ -330,7 +334,7 @@ class Dispatcher:
     async def _ask(self, line: _Line) -> bool:
         """One long poll. Whether it brought an instance that was not known."""
         known = set(line.slots.entries)
-        line.asked = len(line.slots.waiting)
+        line.asked = max(1, len(line.slots.waiting))  # who made it ask may have a slot by now; ``_lulled`` says so
         gone = line.slots.gone_instances
         request = Acquire(
             function=line.version.function,

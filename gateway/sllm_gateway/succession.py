@@ -202,8 +202,10 @@ class Succession:
         await self._pause(ORDERS_S)
 
     async def _has_all(self) -> bool:
-        """Whether its streams are its own, of which an heir would have made kept calls: all gateways, or the only one,
-        stood still. Without any another life costs nothing."""
+        """Whether it is the only gateway, and its streams are its own, of which an heir would have made kept calls.
+        Another one may have taken its life over before it had any of these. Without any another life costs nothing."""
+        if self._roll.living(self._lives.me.life):
+            return False
         known = [call.id for call, _ in self._ledger.written()]
         return bool(known) and not any([await self._journal.has(call) for call in known])
 

@@ -73,7 +73,7 @@ class Turns:
             if not turn or waits.live(now) <= promised:
                 continue
             whose, at = kept.get(instance, ("", 0.0))
-            if whose != other or (waits.asked > at and now - at > KEPT_S):
+            if waits.asked > at if whose and now - at > KEPT_S else whose != other:
                 kept[instance] = (other, now)
                 return True
             if now - at <= KEPT_S:

@@ -32,8 +32,10 @@ DEFAULTS: Final = (
     "*.log",
 )
 """Weights travel as models, not in bundles. ``!pattern`` in ``.sllmignore`` brings a file back."""
-_OF_HERE: Final = frozenset({"pyvenv.cfg", PLATFORM_LOCK, LOCK_FILE})
-"""In a virtual environment, in what ``sllm up --data`` names, in ``SLLM_HOME``."""
+_SECRET: Final = frozenset({PLATFORM_LOCK, LOCK_FILE})
+"""In what ``sllm up --data`` names, in ``SLLM_HOME``."""
+_OF_HERE: Final = frozenset({"pyvenv.cfg", *_SECRET})
+"""In a virtual environment too."""
 
 
 def spec(root: Path, also: tuple[str, ...] = ()) -> GitIgnoreSpec:
@@ -74,8 +76,9 @@ def files(
     also in a directory that is ignored if it names that.
 
     A link to a file inside ``root`` counts as that file; one that leads out of it, or to a directory, is not followed
-    and is named in ``outside``.
+    and is named in ``outside``. Raises ``InvalidBundle`` where ``root`` itself is what a platform keeps.
     """
+    _keeps_no_secrets(root)
     asked = GitIgnoreSpec.from_lines(include)
     environments: tuple[str, ...] = ()
     """Those that are entered all the same: nothing else of them travels."""
@@ -103,6 +106,14 @@ def files(
                     outside.append(path)
             elif (root / path).is_file():
                 yield path
+
+
+def _keeps_no_secrets(root: Path) -> None:
+    if any((root / name).is_file() for name in _SECRET):
+        raise InvalidBundle(
+            f"{root} is where a platform or its profiles are kept, whose tokens and keys would travel: "
+            "move the function into a folder of its own"
+        )
 
 
 def _is_of_here(directory: Path) -> bool:

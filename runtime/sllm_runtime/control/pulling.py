@@ -126,7 +126,7 @@ class Pulls:
                     raise
             except Conflict as error:
                 busy += 1
-                if busy >= BUSY_TRIES or error.retry_after_s is None:  # a source that has changed stays so
+                if busy >= BUSY_TRIES or not _passes(error):
                     raise
             else:
                 if reply.model is not None:
@@ -167,3 +167,9 @@ def _all(pulls: list[Pull], model: ModelRecord) -> Progress:
     return Progress(
         stage=on.progress.stage, done=done, total=len(pulls) * model.nbytes, message=f"{on.progress.stage} to {left}"
     )
+
+
+def _passes(error: Conflict) -> bool:
+    """A copy that is being written is there in a while; a source that has changed stays so."""
+    # Nodes of the release before say so in words alone.
+    return error.retry_after_s is not None or error.message.endswith(("; ask again", "; wait for it"))

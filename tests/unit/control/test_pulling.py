@@ -114,6 +114,15 @@ async def test_a_source_that_has_changed_is_told_at_once_and_a_copy_that_is_made
     assert (await asked).nodes == ("n1",)
 
 
+async def test_a_node_of_the_release_before_that_makes_a_copy_is_waited_for(bench: Bench) -> None:
+    digest = await registered(bench)
+    bench.node.problem = Conflict(f"model {digest} is being copied to the SSD tier already; ask again", field="model")
+    asked = asyncio.create_task(pulled(bench, digest))
+    await until(lambda: len(bench.node.pulls) > 1 or asked.done(), what="the node is asked again")
+    bench.node.problem = None
+    assert (await asked).nodes == ("n1",)
+
+
 async def test_a_failure_is_told_while_other_nodes_go_on(bench: Bench, nats: Nats) -> None:
     """At the end of the poll in which it came, or at the next one; and who asks then begins anew."""
     digest = await registered(bench)

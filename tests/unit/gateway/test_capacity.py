@@ -366,3 +366,37 @@ async def test_the_controller_hears_that_nobody_waits_any_more_and_that_somebody
             await until(lambda: told[-1].waiting == 1, what="and of the next one")
         again.cancel()
         await asyncio.wait([again])
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_queue_that_is_empty_for_moments_is_told_of_by_one_poll(nats: Nats, busy: bool) -> None:
+    """While its call is tried at an instance that is ``busy`` after all; or between the calls of a busy function."""
+    described = manifest("quick", queue_timeout=GIVE_UP_S, concurrency=1, max_instances=1)
+    polls, served = 0, 0
+
+    async def hold(request: Acquire) -> Acquired:
+        nonlocal polls
+        polls += request.waiting > 0
+        await asyncio.sleep(4.0 if request.waiting else 0.0)
+        return Acquired()
+
+    async def quick(run: Run) -> None:
+        await asyncio.sleep(0.03)
+        run.end()
+
+    async with world(nats) as w:
+        w.controller.on_acquire = hold
+        if busy:
+            w.node.judge = lambda _: Opened(status="busy")
+        await w.deploy(described, entry("i1", concurrency=1), script=quick)
+
+        async def calls() -> None:
+            nonlocal served
+            while (await w.http.post("/fn/quick")).status_code == 200:
+                served += 1
+
+        callers = [asyncio.create_task(calls()) for _ in range(1 if busy else 3)]
+        await asyncio.sleep(2.0)
+        await end(callers)
+    assert polls <= 4, f"{served} were served"
+    assert busy or served > 10

@@ -1755,3 +1755,39 @@ async def test_a_call_that_another_gateway_goes_on_with_is_told_of_there_alone(n
             w.gateway._recent.ended(call)
             known.append(w.gateway._recent.here(call.id) is not None)
     assert known == [True, False]
+
+
+async def test_a_life_that_was_taken_over_before_it_had_streams_is_not_gone_on_with(nats: Nats) -> None:
+    """Its gateway was away from NATS for minutes, and has a stream since. Its heir takes what is told of it for what a
+    gateway tells that woke and may die, so it makes a kept call of it: the stream is to end here."""
+    async with world(nats) as w:
+        wakes = asyncio.Event()
+
+        async def waits(run: Run) -> None:
+            run.out(0)
+            await wakes.wait()
+            run.end()
+
+        own = w.gateway._succession
+        lives, life = own._lives, own._lives.me.life
+        bus = await nats.bus(GATEWAY_2)
+        journal = Journal(bus, Stored(bus))
+        heir = succession_of(bus, Lives(bus, Stored(bus), GATEWAY_2, repeating(b"o"), time.monotonic), journal)
+        await heir.start()
+        try:
+            await until(lambda: heir._roll.beat_of(life) >= 0, what="the heir knows it")
+            own._due = math.inf
+            await until(lambda: life in heir._taken and heir._taken[life].until, what="it is taken over")
+            assert not heir._taken[life].calls
+            await w.deploy(engine("tokens"), entry(fingerprint="f"), script=waits)
+            lives._clock = lambda: time.monotonic() + LIVES_AGE_S
+            lives._turned = lives._clock()  # it ran all the time
+            await (await nats.bus(CONTROLLER)).jetstream.purge_stream(LIVES_STREAM, subject=life_beat(life))
+            async with w.http.stream("POST", "/fn/tokens", json={}, headers=SSE) as stream:
+                await until(lambda: lives.me.life != life, what="it has begun another life")
+                wakes.set()
+                text = "".join([part async for part in stream.aiter_text()])
+            assert '"code":"call_moved"' in text
+            assert await journal.has(stream.headers["sllm-call-id"])
+        finally:
+            await heir.close()

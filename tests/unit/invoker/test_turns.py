@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from sllm_invoker.relay import Relay
+from sllm_invoker.turns import KEPT_S, Turns
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import codec, limits
 from sllm_runtime.protocol.frames import Ack, CallHead, End, Frame, FrameKind, Open, ToNode
@@ -118,3 +119,15 @@ async def test_a_gateway_that_has_gone_takes_no_turn() -> None:
     shared.began.clear()
     await shared.run(10.0, "a")
     assert shared.began["a"] > 0.9 * 10.0 / (0.05 + STEP)
+
+
+def test_gateways_that_ask_no_more_do_not_keep_a_slot_for_each_other() -> None:
+    turns, version = Turns(), ("f", 1)
+    for other in ("b", "c", "d"):
+        turns.refused(version, other, f"{other}-1", 0.0)
+
+    def kept(now: float) -> bool:
+        return turns.yields(version, "i1", "a", lambda gateway: int(gateway == "a"), now)
+
+    assert kept(STEP)
+    assert not all(kept(STEP * number) for number in range(2, int(3.5 * KEPT_S / STEP)))

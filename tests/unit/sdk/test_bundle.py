@@ -98,6 +98,13 @@ def test_what_a_platform_keeps_in_the_project_stays(tmp_path: Path) -> None:
     assert build(write(tmp_path, dict.fromkeys(tree, "") | {"function.py": FUNCTION})).files == ("function.py",)
 
 
+@pytest.mark.parametrize("lock", ["up.lock", "profiles.lock"])
+def test_a_project_that_is_what_a_platform_keeps_is_refused(tmp_path: Path, lock: str) -> None:
+    tree = {"function.py": FUNCTION, lock: "", "token": "t"}
+    with pytest.raises(InvalidBundle, match="move the function into a folder of its own"):
+        build(write(tmp_path, tree))
+
+
 def test_of_an_environment_only_what_is_asked_for_travels(tmp_path: Path) -> None:
     tree = dict.fromkeys(("env/pyvenv.cfg", "env/lib/a.py", "env/data/x.bin", "function.py"), "")
     write(tmp_path, tree)
