@@ -183,6 +183,8 @@ class Models:
         left = [e.message for e in errors if e is not None and not isinstance(e, ModelNotFound)]
         away = sorted(self._lies(record.digest) - self._living(lambda _: True))
         left += [f"{node}: it is not heard, and has it still" for node in away]
+        silent = sorted(name for name, node in self._loop.view.nodes.items() if node.status is None) if whole else ()
+        left += [f"{node}: it was not heard yet, and may have it still" for node in silent]
         return msgspec.structs.replace(info, problem=f"not removed everywhere: {'; '.join(left)}" if left else "")
 
     async def _on(self, nodes: Iterable[str], verb: str, digest: str) -> list[SllmError | None]:

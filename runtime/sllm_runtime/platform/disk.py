@@ -17,15 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.limits import LEAST_FILES, LEAST_FREE, MIB
 from sllm_runtime.protocol.quantities import show_bytes
 
 log = logging.getLogger(__name__)
 
-LEAST_FREE: Final = 8 * MIB
-"""Below it nothing new is deployed: what runs still has its changes of state to store."""
-LEAST_FILES: Final = 128
-"""New files that the state may need: an embedded server makes fifty at its first start."""
 _FULL: Final = MIB
 """Below it a write of the server may have failed: its log, on the same disk, need not have room to say so."""
 LOOK_S: Final = 1.0

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Final
+
+from sllm_runtime.protocol.limits import LEAST_FREE
 
 log = logging.getLogger(__name__)
 
@@ -29,31 +34,44 @@ def open_log(path: Path) -> IO[bytes]:
 
 async def keep_short(paths: Collection[Path]) -> None:
     """Rotate the logs of processes that run for long, until cancelled."""
+    told = set[Path]()
     while True:
         await asyncio.sleep(EVERY_S)
         for path in paths:
             try:
                 await asyncio.to_thread(rotate, path)
+                told.discard(path)
             except OSError as error:  # a full disk, say, of which others complain louder
-                log.warning("the log %s cannot be rotated: %s", path, error)
+                if path not in told:
+                    log.warning("the log %s cannot be rotated, and grows: %s", path, error)
+                told.add(path)
 
 
 def rotate(path: Path) -> bool:
     """Put a log aside that a running process writes to, if it is larger than ROTATE_AT; whether it was.
 
     The process keeps its descriptor, so the file is copied and then emptied: a line that is written in the moment
-    between the two is lost. Raises ``OSError``.
+    between the two is lost. Raises ``OSError``, also where the disk has no room for both: what is left is the state's.
     """
-    if not path.exists() or path.stat().st_size <= ROTATE_AT:
+    if not path.exists() or (size := path.stat().st_size) <= ROTATE_AT:
         return False
+    new = path.with_name(path.name + ".new")
+    if _lacks(path, size):
+        for stale in (_aside(path), new):  # they go anyway
+            stale.unlink(missing_ok=True)
+        if _lacks(path, size):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     with open(path, "r+b", buffering=0) as file:
-        new = path.with_name(path.name + ".new")
         with open(new, "wb", buffering=0) as copy:
             while data := file.read(_PIECE):  # to the end it has by then, not the one it had
                 copy.write(data)
         file.truncate(0)
         new.replace(_aside(path))
     return True
+
+
+def _lacks(path: Path, size: int) -> bool:
+    return shutil.disk_usage(path.parent).free < size + LEAST_FREE
 
 
 def _aside(path: Path) -> Path:

@@ -88,3 +88,9 @@ FEED_IDS: Final = 4096
 """Most ids in one ``frames.Feed``."""
 MAX_MEMBERS: Final = 16
 """Most processes of one instance: as many steps are on their way, and every two ranks are joined."""
+
+LEAST_FREE: Final = 8 * MIB
+"""Bytes of the disk that the state lies on. Below it nothing new is deployed, and `sllm up` refuses: what runs still
+has its changes of state to store."""
+LEAST_FILES: Final = 128
+"""New files (inodes) that the state may need: an embedded server makes fifty at its first start."""

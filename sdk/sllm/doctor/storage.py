@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -13,11 +14,14 @@ from typing import Final
 from sllm import profiles
 from sllm.doctor.finding import Finding, failure, ok, warning
 from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.limits import LEAST_FILES, LEAST_FREE
 from sllm_runtime.protocol.quantities import show_bytes
 
 MIN_FREE: Final = 2 * 2**30
 _BYTES: Final = 8 * 2**20
 _OWN: Final = "set SLLM_HOME to a directory of your own"
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_ROOM: Final = "make room on its disk"
 
 
 def _existing(path: Path) -> Path:
@@ -47,9 +51,13 @@ def space() -> Finding:
         return failure("disk space", error.message, _OWN)
     if not os.access(place, os.W_OK):
         return failure("disk space", f"{place} cannot be written", _OWN)
-    free = shutil.disk_usage(place).free
-    what = f"{show_bytes(free)} free at {place}"
-    return ok("disk space", what) if free >= MIN_FREE else warning("disk space", what, "make room, or set SLLM_HOME")
+    free, found = shutil.disk_usage(place).free, os.statvfs(place)
+    what, remedy = f"{show_bytes(free)} free at {place}", "make room, or set SLLM_HOME"
+    if free < LEAST_FREE:
+        return failure("disk space", f"{what}, the state needs {show_bytes(LEAST_FREE)}", remedy)
+    if found.f_files and found.f_favail < LEAST_FILES:
+        return failure("disk space", f"room for {found.f_favail} more files (inodes) at {place}", "remove some files")
+    return ok("disk space", what) if free >= MIN_FREE else warning("disk space", what, remedy)
 
 
 def direct_io() -> Finding:
@@ -72,7 +80,7 @@ def direct_io() -> Finding:
             finally:
                 os.close(fd)
     except OSError as error:
-        return warning("direct I/O", f"{place}: {error.strerror}", remedy)
+        return warning("direct I/O", f"{place}: {error.strerror}", _ROOM if error.errno in _FULL else remedy)
     if read != _BYTES:
         return warning("direct I/O", f"{place}: read {read} of {_BYTES} bytes", remedy)
     return ok("direct I/O", f"{place}: one read of 8 MiB at {show_bytes(_BYTES / seconds)}/s")
@@ -101,5 +109,7 @@ def locks() -> Finding:
     except InvalidRequest as error:
         return failure("file locks", error.message, _OWN)
     except OSError as error:
+        if error.errno in _FULL:
+            return warning("file locks", f"could not be tried: {place}: {error.strerror}", _ROOM)
         return failure("file locks", f"{place}: {error.strerror}", _OWN)
     return ok("file locks", f"files in {place} can be locked")

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from sllm_runtime.control import registry
+from sllm_runtime.control.view import Node
 from sllm_runtime.platform import bundles
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import (
@@ -22,7 +23,7 @@ from sllm_runtime.protocol.errors import (
     Unavailable,
     VersionNotFound,
 )
-from sllm_runtime.protocol.node import Storage
+from sllm_runtime.protocol.node import NodeRecord, Storage
 from sllm_runtime.protocol.records import FunctionRecord, Route, VersionRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
@@ -107,6 +108,16 @@ async def test_a_model_is_kept_while_a_version_needs_it(bench: Bench) -> None:
     await bench.gateway.ask("model", ctl.ModelRef(digest=digest, verb="delete"))
     assert (await bench.gateway.ask("models", ctl.Listing())).models == ()
     assert [command.verb for command in bench.node.commands] == [*["validate"] * 3, "delete"]
+
+
+async def test_a_model_is_not_said_to_be_deleted_on_nodes_that_were_not_heard_yet(bench: Bench) -> None:
+    """By a controller that has just begun to lead, or a node that was away all that time."""
+    registered: ctl.Registered = await bench.gateway.ask("register", ctl.RegisterModel(uri="/models/tiny"))
+    assert registered.model is not None
+    loop = bench.controller.loop
+    await loop.commit(lambda view: replace(view, nodes={**view.nodes, "n9": Node(NodeRecord(node="n9"))}))
+    info = await bench.gateway.ask("model", ctl.ModelRef(digest=registered.model.digest, verb="delete"))
+    assert info.problem == "not removed everywhere: n9: it was not heard yet, and may have it still"
 
 
 async def test_a_model_whose_deletion_is_asked_of_the_next_controller_goes_from_the_nodes(bench: Bench) -> None:

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats import errors as nats_errors
 
-from sllm_runtime.platform.disk import LEAST_FREE, DiskWatch, Pauses, free, require_room, shortage
+from sllm_runtime.platform import log_files
+from sllm_runtime.platform.disk import DiskWatch, Pauses, free, require_room, shortage
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.limits import LEAST_FREE, MIB
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.subjects import BUNDLES, TERM_KEY
 from tests.fixtures.nats import CONTROLLER, Nats
@@ -30,6 +31,32 @@ def test_what_is_too_little_is_said_with_the_disk_and_its_bytes(small_disk: Path
     filled.unlink()
     require_room(later)
     assert free(later) >= LEAST_FREE
+
+
+def test_a_log_for_whose_copy_there_is_no_room_takes_none_of_what_is_left(small_disk: Path) -> None:  # noqa: F811
+    log = small_disk / "x.log"
+    log.write_bytes(bytes(log_files.ROTATE_AT - MIB // 2) + bytes(MIB))
+    left = free(small_disk)
+    assert 0 < left < LEAST_FREE
+    for _ in range(2):  # it is looked at every 5 s
+        with pytest.raises(OSError, match="No space left"):
+            log_files.rotate(log)
+        assert free(small_disk) == left, "the state lies on this disk"
+    assert list(small_disk.iterdir()) == [log]
+
+
+def test_a_log_is_put_aside_in_the_room_of_the_one_before(
+    small_disk: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log_files, "ROTATE_AT", MIB)
+    log, aside = small_disk / "x.log", small_disk / "x.log.1"
+    log.write_bytes(b"n" * 5 * MIB)
+    aside.write_bytes(bytes(9 * MIB + MIB // 2))
+    (small_disk / "state").write_bytes(bytes(5 * MIB))
+    assert 4 * MIB < free(small_disk) < 5 * MIB, "a copy breaks off within a write"
+    assert log_files.rotate(log)
+    assert (log.stat().st_size, aside.read_bytes() == b"n" * 5 * MIB) == (0, True)
 
 
 async def test_a_server_whose_write_failed_writes_again_once_there_is_space(small_disk: Path) -> None:  # noqa: F811

@@ -17,10 +17,10 @@ import pytest
 from sllm.doctor import checks, containers, kernel
 from sllm.doctor.finding import Level
 from sllm_runtime.platform import disk
-from sllm_runtime.platform.disk import LEAST_FILES, DiskWatch
+from sllm_runtime.platform.disk import DiskWatch
 from sllm_runtime.platform.process import require_calls
 from sllm_runtime.protocol.errors import Unavailable
-from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.limits import LEAST_FILES, MIB
 from tests.fixtures.refused import refusing
 from tests.fixtures.waiting import GIVE_UP_S
 

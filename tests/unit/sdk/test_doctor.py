@@ -15,6 +15,7 @@ import pytest
 from sllm import profiles
 from sllm.doctor import checks, containers, kernel, machine, nats, software, storage
 from sllm.doctor.finding import Level
+from tests.fixtures.small_disk import fill, small_disk  # noqa: F401 - a fixture is used by being here
 from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.sdk.gateway import TOKEN, Answer, Gateway
 
@@ -175,6 +176,21 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.access("/proc", os.W_OK):
         monkeypatch.setenv("SLLM_HOME", "/proc/self/nothing")
         assert storage.direct_io().level is Level.WARNING
+
+
+def test_a_full_disk_is_said_to_be_that(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """On it `sllm up` refuses to start; it was not blamed for its file system, nor for whose directory it is."""
+    monkeypatch.setenv("SLLM_HOME", str(small_disk))
+    filled = fill(small_disk)
+    subprocess.run(["mount", "-o", "remount,nr_inodes=2", str(small_disk)], check=True)  # nor may a file be made
+    found = storage.space()
+    assert (found.level, found.what) == (Level.FAILURE, f"0 B free at {small_disk}, the state needs 8.0 MiB")
+    for check in (storage.direct_io, storage.locks):
+        found = check()
+        assert (found.level, found.remedy) == (Level.WARNING, "make room on its disk")
+    filled.write_bytes(b"")  # bytes again, but no files
+    found = storage.space()
+    assert (found.level, found.what) == (Level.FAILURE, f"room for 0 more files (inodes) at {small_disk}")
 
 
 def test_a_home_that_this_user_may_not_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
