@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 STREAMS: Final = (JOURNAL_STREAM, CALLS_STREAM)
 SILENT: Final = "this one did not run for a while"
 """Why another gateway has a call."""
+TOGETHER: Final = 500
+"""Entries that are read in one turn of the loop: some 2 ms."""
 CLAIMED_S: Final = 60.0
 """A key is taken for so long before its call is known: then its gateway has died between the two."""
 
@@ -288,7 +291,9 @@ class Journal:
         for stream in STREAMS:
             for kind in (CallOrder, Began, Ended, Kept):
                 found = await snapshot(self._bus, stream, call_entries(stream, "*", entry_name(kind)))
-                for subject, data in found.items():
+                for number, (subject, data) in enumerate(found.items()):
+                    if number % TOGETHER == 0:
+                        await asyncio.sleep(0)  # there may be very many, and others' streams wait meanwhile
                     try:
                         calls.setdefault(subject.split(".")[2], Journaled()).take(entry_of(data))
                     except ProtocolError as error:

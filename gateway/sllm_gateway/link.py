@@ -71,6 +71,11 @@ class Link:
     def connected(self) -> bool:
         return self._bus.connected
 
+    @property
+    def heard(self) -> int:
+        """As ``Bus.heard``."""
+        return self._bus.heard
+
     def send(self, node: str, item: Outgoing) -> None:
         """Send at the end of this loop tick, with everything else for that node."""
         self._pending.setdefault(node, []).append(item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from functools import partial
@@ -338,9 +339,9 @@ def listen(settings: GatewaySettings) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise InvalidRequest(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another SLLM_PORT"
-        ) from error
+        nobodys = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = "SLLM_HOST is to be an address of this machine" if nobodys else "choose another SLLM_PORT"
+        raise InvalidRequest(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {remedy}") from error
     return listener
 
 

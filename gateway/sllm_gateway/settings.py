@@ -45,7 +45,8 @@ class GatewaySettings(Settings):
     """Bytes buffered for one call's reader, as credit counts them; then the call is paused."""
     slow_consumer: float = Field(default=limits.SLOW_CONSUMER_S, gt=0)
     headers_wait: float = Field(default=limits.HEADERS_WAIT_S, gt=0)
-    heartbeat: float = Field(default=limits.SSE_HEARTBEAT_S, gt=0)
+    heartbeat: float = Field(default=limits.SSE_HEARTBEAT_S, gt=0, le=30)
+    """Clients take a stream that is silent for 60 s for broken, as most proxies do."""
     drain: float = Field(default=5.0, ge=0)
     """Running calls have this long when the gateway is asked to stop."""
     resume_window: float = Field(default=RESUME_WINDOW_S, gt=0)

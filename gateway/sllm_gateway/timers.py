@@ -84,20 +84,23 @@ class Timers:
 
     async def run(self) -> None:
         """Until it is cancelled; it sleeps while there is no call."""
-        before = self._clock()
+        before = word = self._clock()
+        heard = self._link.heard
         while True:
             if not self._calls:
                 await self._calls.some.wait()
-                before = self._clock()
+                before = word = self._clock()
             await asyncio.sleep(TICK_S)
             now = self._clock()
-            if now - before > limits.STALL_S:
+            if self._link.heard != heard:
+                heard, word = self._link.heard, now
+            if now - before > limits.STALL_S or now - word > limits.DEAF_S:
                 self._forgive(now)
             self.tick(now, now - before)
             before = now
 
     def _forgive(self, now: float) -> None:
-        """Silence until now may have been ours."""
+        """Silence until now may have been ours, or NATS's."""
         for call in self._calls.values():
             call.marks.heard = now
             if call.binding is not None:

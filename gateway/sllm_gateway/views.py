@@ -32,7 +32,7 @@ from sllm_runtime.protocol.http import (
 )
 from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, Progress
 from sllm_runtime.protocol.records import InstanceRecord, ModelRecord, VersionRecord
-from sllm_runtime.protocol.states import CALL, INSTANCE, final
+from sllm_runtime.protocol.states import CALL, INSTANCE, CallState, final
 
 
 def error(body: ErrorBody | None) -> ErrorView | None:
@@ -239,12 +239,17 @@ def log_line(record: LogRecord) -> LogView:
     )
 
 
+def state(journaled: Journaled, told: CallTold | None) -> CallState:
+    """Of a kept call; ``told`` as of ``call``."""
+    open_ = journaled.ended is None and told is not None and not final(CALL, told.state)
+    return told.state if open_ and told is not None else journaled.state
+
+
 def call(journaled: Journaled, told: CallTold | None = None) -> CallView:
     """A kept call, without its result; ``told``: what the gateway says that has it open. That it waits again, since its
     instance died, the gateway alone knows."""
     order, ended = journaled.order, journaled.ended
     assert order is not None
-    open_ = ended is None and told is not None and not final(CALL, told.state)
     usage = ended.usage if ended is not None else None
     # A gateway's clock may be set back meanwhile, or another gateway's be behind.
     began = max(journaled.began.at, order.created) if journaled.began is not None else None
@@ -252,7 +257,7 @@ def call(journaled: Journaled, told: CallTold | None = None) -> CallView:
         id=order.call,
         function=order.function,
         version=order.version,
-        state=told.state.value if open_ and told is not None else journaled.state.value,
+        state=state(journaled, told).value,
         created=order.created,
         started=began,
         finished=max(ended.at, began or order.created) if ended is not None else None,

@@ -275,7 +275,7 @@ class Node:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._relay.tick()
+            self._relay.tick(self._bus.heard)
             self._instances.tick()
 
     # --- the bus --------------------------------------------------------------------------------------

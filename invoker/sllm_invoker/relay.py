@@ -110,7 +110,8 @@ class Relay:
         """Since when a link has nothing to do."""
         self._cancelled: dict[Key, float] = {}
         self._over: dict[Key, float] = {}
-        self._began = self._ticked = clock()
+        self._began = self._ticked = self._word = clock()
+        self._heard = 0
         self._connected_since: float | None = clock()
 
     @property
@@ -232,10 +233,12 @@ class Relay:
             host.cancel(call, error.code, error.message)
 
     # --- time ---------------------------------------------------------------------------------------
-    def tick(self) -> None:
-        """Beats, repetitions, and what has waited too long."""
+    def tick(self, heard: int = 0) -> None:
+        """Beats, repetitions, and what has waited too long. ``heard``: as ``Bus.heard``."""
         now = self._clock()
-        stalled = now - self._ticked > limits.STALL_S
+        if heard != self._heard:
+            self._heard, self._word = heard, now
+        stalled = now - self._ticked > limits.STALL_S or (heard > 0 and now - self._word > limits.DEAF_S)
         self._ticked = now
         for memory in (self._cancelled, self._over):
             _outdate(memory, now - REMEMBER_S)

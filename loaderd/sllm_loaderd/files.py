@@ -23,6 +23,9 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that a disk has no room."""
 SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
 """What says that this process or machine is short of something, and nothing of the file."""
+ONE_FILE: Final = "model.safetensors"
+SHARD_INDEX: Final = "model.safetensors.index.json"
+"""What a model has its weights in: one, or those that the index names."""
 SMALL_NAMES: Final = (
     "config.json", "adapter_config.json", "generation_config.json", "preprocessor_config.json",
     "processor_config.json",

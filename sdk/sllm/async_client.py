@@ -165,6 +165,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     ) -> httpx.Response:
         """The answer of the first gateway that takes the connection. Raises the typed error."""
         asking = Asking(self._gateways, path, within_s)
+        options["extensions"] = {"trace": transport.keeps_alive_async}
         while True:
             request, began = self._http.build_request(method, asking.url, **options, **asking.bounds), time.monotonic()
             try:

@@ -199,6 +199,7 @@ class Client(Connection[httpx.Client]):
     ) -> httpx.Response:
         """The answer of the first gateway that takes the connection. Raises the typed error."""
         asking = Asking(self._gateways, path, within_s)
+        options["extensions"] = {"trace": transport.keeps_alive}
         while True:
             request, began = self._http.build_request(method, asking.url, **options, **asking.bounds), time.monotonic()
             try:

@@ -41,7 +41,6 @@ class Connection(Generic[Pool]):
         self._retry = retry or Retry()
         options = transport.options(self.profile, timeout)
         wire = {
-            "socket_options": transport.keepalive(),
             "verify": transport.secure(self.profile),
             "proxy": transport.proxy() if options["trust_env"] else None,
         }

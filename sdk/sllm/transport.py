@@ -71,6 +71,20 @@ def keepalive() -> list[tuple[int, int, int]]:
     return found
 
 
+def keeps_alive(event: str, info: Mapping[str, Any]) -> None:
+    """A trace of httpcore's (extension of a request). Every new connection has these options, also one to a proxy or
+    past it: httpx gives them to others only."""
+    if event.endswith("connect_tcp.complete"):
+        connection = info["return_value"].get_extra_info("socket")
+        for option in keepalive():
+            connection.setsockopt(*option)
+
+
+async def keeps_alive_async(event: str, info: Mapping[str, Any]) -> None:
+    """As ``keeps_alive``, for asyncio."""
+    keeps_alive(event, info)
+
+
 def chosen(url: str | None, token: str | None, profile: str | Profile | None) -> Profile:
     """The platform to talk to. Raises ``InvalidRequest``."""
     if isinstance(profile, Profile):

@@ -369,6 +369,21 @@ def test_a_pause_is_no_loss(ready: Cluster, text: list[str], tmp_path: Path, com
     assert ready.pid(component) == pid
 
 
+def test_nats_that_stands_still_for_longer_than_silence_counts_costs_no_call(ready: Cluster) -> None:
+    """A machine that sleeps for a moment, a disk that hangs: nobody hears anybody, and every connection stands."""
+    worker = worker_of(ready, "slow-stream")
+    with Stream(ready, "slow-stream", {"count": 300, "pause": 0.05}) as stream:
+        values = stream.values()
+        head = [next(values) for _ in range(10)]
+        with suspended(ready.pid("nats")):
+            time.sleep(LOST_AFTER_S + 2.0)
+        head += values
+        assert stream.error is None
+        assert stream.done
+        assert head == list(range(300))
+    assert worker_of(ready, "slow-stream") == worker
+
+
 def test_after_all_this_everything_is_given_back(ready: Cluster) -> None:
     """Without functions the node has all that it had, and no worker but warm ones."""
     for function in ready.http.get("/api/v1/functions").json()["functions"]:

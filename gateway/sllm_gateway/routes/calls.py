@@ -115,19 +115,23 @@ class CallRoutes:
         told, silent = await self._recent.everywhere(asked, others)
         running = {each.call: each for each in told}
         answered = {self._recent.gateway, *others} - set(silent)
-        shown = {
-            place_of(journaled.order.created, call): kept
+        kept = {
+            place_of(journaled.order.created, call): (journaled, running.pop(call, None))
             for call, journaled in (await self._journal.all()).items()
-            if journaled.order is not None
-            and function in (None, journaled.order.function)
-            and (kept := _kept(journaled, running.pop(call, None), state, answered)) is not None
+            if journaled.order is not None and function in (None, journaled.order.function)
         }
-        shown |= {place_of(each.created, each.call): views.open_call(each) for each in running.values()}
-        rest = [place for place in sorted(shown, reverse=True) if not after or place < after]
-        page = rest[: int(limit)]
+        opened = {place_of(each.created, each.call): each for each in running.values()}
+        found: list[tuple[str, CallView]] = []
+        for place in sorted((place for place in (*kept, *opened) if not after or place < after), reverse=True):
+            each = views.open_call(opened[place]) if place in opened else _kept(*kept[place], state, answered)
+            if each is not None:
+                found.append((place, each))
+            if len(found) > int(limit):  # there may be very many, and others' streams wait meanwhile
+                break
+        page = found[: int(limit)]
         view = CallListView(
-            calls=tuple(shown[place] for place in page),
-            next=page[-1] if len(rest) > len(page) else "",
+            calls=tuple(each for _, each in page),
+            next=page[-1][0] if len(found) > len(page) else "",
             silent=tuple(silent),
         )
         await answer(send, 200, [JSON], view.model_dump_json().encode())
@@ -219,10 +223,11 @@ async def _cancelled(send: Send, call: str, state: CallState) -> None:
 def _kept(journaled: Journaled, told: CallTold | None, state: str | None, answered: Collection[str]) -> CallView | None:
     """A call that is kept, if it is in ``state`` (None: any), which its gateway knows best. ``told``: of those that
     gateways ``answered`` when they were asked for calls in that state."""
-    view = views.call(journaled, told)
-    if state is not None and (view.state != state or (told is None and _elsewise(journaled, answered))):
+    if state is not None and (
+        views.state(journaled, told).value != state or (told is None and _elsewise(journaled, answered))
+    ):
         return None
-    return view
+    return views.call(journaled, told)
 
 
 def _elsewise(journaled: Journaled, answered: Collection[str]) -> bool:

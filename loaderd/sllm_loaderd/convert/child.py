@@ -31,7 +31,7 @@ from sllm_loaderd.files import FULL
 from sllm_loaderd.sources import PEER_TOKEN, Source, SourceSettings, open_source
 from sllm_loaderd.sources.attempts import changed
 from sllm_loaderd.sources.directory import DirectorySource
-from sllm_loaderd.sources.fetch import Progress, forget, resolve
+from sllm_loaderd.sources.fetch import Progress, forget, needed, resolve
 from sllm_loaderd.sources.listing import is_partition
 from sllm_loaderd.verify import copy_checkpoint, open_checkpoint
 from sllm_runtime.platform.process import die_with_parent
@@ -111,7 +111,8 @@ def bring(
                 shutil.rmtree(staging)
                 sys.stderr.write(f"{uri} is converted first: {reason}\n")
             else:
-                return ChildOutcome(digest, fingerprint, tuple(e for e in entries if e.name.endswith(".safetensors")))
+                read = needed(source, entries)
+                return ChildOutcome(digest, fingerprint, tuple(e for e in read if e.name.endswith(".safetensors")))
         outcome = _converted(source, fingerprint, staging, cache, turn, chunk_bytes)
         # It waited for its turn and read for minutes, and nobody keeps a local directory as it was meanwhile.
         if before and source.entries() != before:

@@ -20,7 +20,7 @@ from sllm_loaderd.convert.plan import StoragePlan, alias_records, plan_storage
 from sllm_loaderd.convert.safetensors import MAX_HEADER, parse_header, torch_tensors
 from sllm_loaderd.convert.shards import check_shards, decode_shard_index
 from sllm_loaderd.convert.source import SourceTensor
-from sllm_loaderd.files import MAX_SMALL_FILE, is_small_file, sync_directory, write_durable
+from sllm_loaderd.files import MAX_SMALL_FILE, ONE_FILE, SHARD_INDEX, is_small_file, sync_directory, write_durable
 from sllm_loaderd.layout import MIN_BLOCK, place
 from sllm_loaderd.sources import Entry, Source
 from sllm_runtime.protocol.checkpoint import (
@@ -46,7 +46,6 @@ from sllm_runtime.protocol.limits import CHUNK_BYTES, KIB
 _AHEAD: Final = 256 * KIB
 """Read at once of each file; most headers are within."""
 _SAMPLES: Final = 64
-_SHARDS: Final = "model.safetensors.index.json"
 
 
 @dataclass(slots=True)
@@ -121,10 +120,10 @@ def _read_headers(source: Source, entries: Sequence[Entry], progress: Callable[[
     by_name = {entry.name: entry for entry in entries}
     wanted: Mapping[str, str] | None = None
     names = sorted(name for name in by_name if name.endswith(".safetensors"))
-    if "model.safetensors" in by_name:  # as in a conversion (``source_files``)
-        names = ["model.safetensors"]
-    elif _SHARDS in by_name:
-        wanted, names = decode_shard_index(_read_whole(source, by_name[_SHARDS], MAX_INDEX), _SHARDS)
+    if ONE_FILE in by_name:  # as in a conversion (``source_files``)
+        names = [ONE_FILE]
+    elif SHARD_INDEX in by_name:
+        wanted, names = decode_shard_index(_read_whole(source, by_name[SHARD_INDEX], MAX_INDEX), SHARD_INDEX)
     if not names:
         raise UnsupportedModel(f"{source.uri} has no safetensors, which alone are loaded without a conversion")
     found = _Files()

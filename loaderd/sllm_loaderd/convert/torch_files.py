@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ _LOCAL_HEADER: Final = 30
 _LOAD_ERRORS: Final = (OSError, RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError, AssertionError,
                        IndexError, pickle.UnpicklingError, zipfile.BadZipFile)  # fmt: skip
 """What torch.load raises on files that are not what they should be."""
+_GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)")
 
 
 class _File:
@@ -146,7 +148,7 @@ class TorchSource:
             self._files.append(file)
             state = file.load()
         except _LOAD_ERRORS as error:
-            raise InvalidCheckpoint(f"{path} is not a file of tensors alone: {error}", field=path.name) from error
+            raise InvalidCheckpoint(f"{path} is not a file of tensors alone: {_why(error)}", field=path.name) from error
         if not isinstance(state, dict):
             raise InvalidCheckpoint(f"{path} holds a {type(state).__name__}, not a state dict", field=path.name)
         seen: dict[Strided, str] = {}
@@ -171,6 +173,15 @@ class TorchSource:
         position = (len(self._files) - 1, len(self._tensors))
         self._places[name] = (position[0], place)
         self._tensors[name] = SourceTensor(name, dtype, place.shape, place.nbytes, position)
+
+
+def _why(error: Exception) -> str:
+    """Torch's own words for a pickle of more than tensors say how to run the code in it, which nobody can here."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error)
+    found = _GLOBAL.search(str(error))
+    held = f"it holds a {found[1]}" if found else "its pickle cannot be read"
+    return f"{held}, and no code of a pickle is run; save the model's state_dict(), or by save_pretrained()"
 
 
 def _records(path: Path) -> dict[int, int]:

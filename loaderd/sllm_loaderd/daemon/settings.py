@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from sllm_loaderd.pipeline import Pipeline
 from sllm_runtime.platform.control_groups import memory
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol.limits import CHUNK_BYTES
-from sllm_runtime.protocol.quantities import Bytes
+from sllm_runtime.protocol.quantities import Bytes, show_bytes
 
 
 def _half_of_memory(known: dict[str, Any]) -> int:
@@ -65,6 +65,16 @@ class LoaderSettings(Settings):
     """Conversions at a time; others wait, with all that they fetch on this machine."""
     listing_timeout: float = Field(120.0, gt=0)
     """Seconds within which a remote source says what it has, when a model is registered."""
+
+    @field_validator("pool_bytes")
+    @classmethod
+    def _leaves_some(cls, pool: int, known: ValidationInfo) -> int:
+        has = known.data.get("memory") or memory()
+        if pool >= has:
+            raise ValueError(
+                f"{show_bytes(pool)} of the {show_bytes(has)} that this node has (SLLM_MEMORY) leave no function any"
+            )
+        return pool
 
     @property
     def pipeline(self) -> Pipeline:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,21 @@ from typing import Final, Protocol
 
 import msgspec
 
-from sllm_loaderd.files import FULL, chunk_digest, plain_name, sync_directory
+from sllm_loaderd.convert.shards import decode_shard_index
+from sllm_loaderd.files import (
+    FULL,
+    ONE_FILE,
+    SHARD_INDEX,
+    chunk_digest,
+    gguf_parts,
+    is_small_file,
+    plain_name,
+    sync_directory,
+)
 from sllm_loaderd.reader import ByteSource
 from sllm_loaderd.sources import Entry, Source
-from sllm_runtime.protocol.errors import Conflict, SllmError, Unavailable
+from sllm_runtime.protocol.checkpoint import INDEX_NAME, MAX_INDEX
+from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
 
 Progress = Callable[[int, int], None]
@@ -52,8 +63,36 @@ def resolve(
         return target
     if (standing := source.local()) is not None:
         return standing
-    fetch(source, source.entries(), target, progress, converted=converted)
+    fetch(source, needed(source, source.entries()), target, progress, converted=converted)
     return target
+
+
+def needed(source: Files, entries: Sequence[Entry]) -> list[Entry]:
+    """Those of a model's files that are read: beside safetensors many have the same weights again, in one file
+    (``consolidated.safetensors``) or as ``.bin``. As ``convert.formats.source_files`` chooses."""
+    by_name = {entry.name: entry for entry in entries}
+    if "adapter_config.json" in by_name or INDEX_NAME in by_name:
+        return list(entries)
+    if ONE_FILE in by_name:
+        names = {ONE_FILE}
+    elif SHARD_INDEX in by_name and by_name[SHARD_INDEX].nbytes <= MAX_INDEX:
+        data = bytearray(by_name[SHARD_INDEX].nbytes)
+        with contextlib.closing(source.open(by_name[SHARD_INDEX])) as opened:
+            opened.read(memoryview(data), 0)
+        names = {SHARD_INDEX, *decode_shard_index(bytes(data), SHARD_INDEX)[1]}
+    else:
+        _require_one(source, [entry.name for entry in entries if not is_small_file(entry.name)])
+        return list(entries)
+    return [entry for entry in entries if entry.name in names or is_small_file(entry.name)]
+
+
+def _require_one(source: Files, weights: Sequence[str]) -> None:
+    """Raises ``InvalidCheckpoint`` for several GGUF models: one was meant, and none is fetched."""
+    if weights and all(name.endswith(".gguf") for name in weights):
+        others = set(weights) - {part.name for part in gguf_parts(Path(weights[0]))}
+        if others:
+            text = f"{source.uri} has several models ({weights[0]}, {min(others)}); give one file"
+            raise InvalidCheckpoint(text, field="model")
 
 
 def place_of(cache: Path, uri: str, fingerprint: str) -> Path:

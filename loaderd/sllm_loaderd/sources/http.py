@@ -8,17 +8,18 @@ from typing import Final
 from urllib.parse import quote
 
 from sllm_loaderd.convert.shards import decode_shard_index
-from sllm_loaderd.files import SMALL_NAMES
+from sllm_loaderd.files import ONE_FILE, SHARD_INDEX, SMALL_NAMES
 from sllm_loaderd.sources import MAX_ENTRIES, Entry
 from sllm_loaderd.sources.listing import fingerprint
 from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject, entity_tag
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, MAX_INDEX, decode_index, partition_name
-from sllm_runtime.protocol.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
+from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from sllm_runtime.protocol.loader import path_of
 
-SHARD_INDEX: Final = "model.safetensors.index.json"
-_ONE_FILE: Final = "model.safetensors"
+_ABSENT: Final = (ModelNotFound, Forbidden)
+"""What a server says of a file that it has not: S3 and CloudFront say 403 to who may not list what is there. One that
+refuses everything refuses the weights, which have to be there."""
 
 
 class HttpSource:
@@ -53,7 +54,7 @@ class HttpSource:
     def _get(self, name: str, most: int) -> bytes | None:
         try:
             return self._remote.get(self._url(name), most)[1]
-        except ModelNotFound:
+        except _ABSENT:
             return None
 
     def _converted(self) -> list[str]:
@@ -63,27 +64,27 @@ class HttpSource:
         try:
             index = decode_index(data)
         except InvalidCheckpoint:  # as ``formats.is_converted``: others may have an index.json that is none
-            if not self._there(partition_name(0)) and (self._there(_ONE_FILE) or self._there(SHARD_INDEX)):
+            if not self._there(partition_name(0)) and (self._there(ONE_FILE) or self._there(SHARD_INDEX)):
                 return []
             raise
         return [INDEX_NAME, *(partition_name(p.rank) for p in index.partitions), *(file.name for file in index.files)]
 
     def _published(self) -> list[str]:
         # One file goes before an index, as everywhere (``convert.formats.source_files``).
-        data = None if self._there(_ONE_FILE) else self._get(SHARD_INDEX, MAX_INDEX)
+        data = None if self._there(ONE_FILE) else self._get(SHARD_INDEX, MAX_INDEX)
         if data is not None:
             shards = decode_shard_index(data, self._url(SHARD_INDEX))[1]
             if len(shards) > MAX_ENTRIES:
                 raise InvalidCheckpoint(f"{self._url(SHARD_INDEX)} names {len(shards)} shards")
             weights = [SHARD_INDEX, *shards]
         else:
-            weights = [_ONE_FILE]
+            weights = [ONE_FILE]
         return weights + [name for name in SMALL_NAMES if self._there(name)]
 
     def _there(self, name: str) -> bool:
         try:
             self._remote.head(self._url(name))
-        except ModelNotFound:
+        except _ABSENT:
             return False
         return True
 

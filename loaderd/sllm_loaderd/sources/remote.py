@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urljoin
 
@@ -29,6 +30,8 @@ Sign = Callable[[str, str, Mapping[str, str], Any], Mapping[str, str]]
 """(method, url, headers, ``Connection.peer``) → headers with what the server wants to see."""
 _SLICE: Final = 1 * MIB
 _DETAIL: Final = 16 * KIB
+_NO_HEAD: Final = (403, 405)
+"""Refusals that may be of HEAD alone: an address that was signed for GET, a server that has no other method."""
 
 
 @dataclass(slots=True)
@@ -74,8 +77,13 @@ class Remote:
         self._connections.close()
 
     def head(self, url: str) -> Head:
-        """The head of the object at ``url``, redirects followed."""
-        return self._asked("HEAD", url, _no_body)[0]
+        """The head of the object at ``url``, redirects followed. Where HEAD is refused its first byte is asked for."""
+        head = self._asked("HEAD", url, _no_body)[0]
+        if head.status not in _NO_HEAD:
+            return head
+        head = self._asked("GET", url, self._no_rest, {"Range": "bytes=0-0"})[0]
+        total = head.headers.get("content-range", "").rpartition("/")[2] or head.headers.get("content-length", "")
+        return Head(head.status, {**head.headers, "content-length": total})
 
     def get(self, url: str, most: int) -> tuple[Head, bytes]:
         """A small object whole. Raises ``CorruptCheckpoint`` if it has more than ``most`` bytes."""
@@ -160,7 +168,17 @@ class Remote:
                         raise TimeoutError(f"only {span.done - before} bytes came in {self.limits.stall_s:g} s")
                     break
 
-    def _asked(self, method: str, url: str, take: Callable[[Connection, Head], bytes]) -> tuple[Head, bytes]:
+    def _no_rest(self, connection: Connection, head: Head) -> bytes:
+        connection.reusable = False  # what follows may be the whole object
+        return b""
+
+    def _asked(
+        self,
+        method: str,
+        url: str,
+        take: Callable[[Connection, Head], bytes],
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[Head, bytes]:
         """Head and body of a small answer, redirects followed, failures repeated."""
         found: list[tuple[Head, bytes]] = []
         where = [url]
@@ -169,14 +187,14 @@ class Remote:
             if head.status in MOVED and len(where) <= self.limits.redirects:
                 connection.reusable = connection.reusable and head.length == 0
                 where.append(urljoin(where[-1], head.headers.get("location", "")))
-            elif head.status not in (200, 206):
+            elif head.status not in (200, 206, *(_NO_HEAD if method == "HEAD" else ())):
                 raise self.refuse(connection, head, method, url)
             else:
                 found.append((head, take(connection, head)))
 
         def attempt() -> None:
             while not found:
-                self.exchange(method, where[-1], {}, url, body)
+                self.exchange(method, where[-1], headers, url, body)
 
         self.persist(url, attempt, lambda: 0)
         return found[0]

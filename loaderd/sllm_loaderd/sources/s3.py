@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from sllm_loaderd.files import gguf_parts
 from sllm_loaderd.sources import MAX_ENTRIES, Entry
 from sllm_loaderd.sources.listing import fingerprint, wanted
 from sllm_loaderd.sources.remote import Remote
@@ -23,15 +24,19 @@ _SCOPE = re.compile(r"X-Amz-Credential=[^&]*%2F\d{8}%2F(?P<region>[^%&]+)%2Fs3%2
 
 
 class S3Source:
-    """The objects directly under ``bucket/prefix``."""
+    """The objects directly under ``bucket/prefix``, or those of the one GGUF model that is named."""
 
     def __init__(self, rest: str) -> None:
         bucket, _, prefix = rest.partition("/")
         if not bucket:
             raise InvalidCheckpoint(f"s3://{rest}: give s3://bucket/prefix", field="model")
+        above, _, name = prefix.rpartition("/")
+        self._parts = frozenset(part.name for part in gguf_parts(Path(name))) if name.endswith(".gguf") else None
+        prefix = prefix if self._parts is None else above
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        self.uri = f"s3://{bucket}/{self._prefix}"
+        self._base = f"s3://{bucket}/{self._prefix}"
+        self.uri = self._base if self._parts is None else self._base + name
         self.path = path_of(self.uri)
         self._access: _Access | None = None
         self._lock = threading.Lock()
@@ -53,7 +58,7 @@ class S3Source:
             for page in pages:
                 for item in page.get("Contents", []):
                     name = item["Key"].removeprefix(self._prefix)
-                    if is_plain_name(name) and wanted(name):
+                    if is_plain_name(name) and (wanted(name) if self._parts is None else name in self._parts):
                         found.append(Entry(name, item["Size"], item["ETag"].strip('"')))
         except Exception as error:
             raise self._error(error) from error
@@ -63,7 +68,7 @@ class S3Source:
 
     def open(self, entry: Entry) -> RemoteObject:
         access = self._opened()
-        return RemoteObject(access.remote, access.base + quote(entry.name), entry, f"{self.uri}{entry.name}")
+        return RemoteObject(access.remote, access.base + quote(entry.name), entry, f"{self._base}{entry.name}")
 
     def close(self) -> None:
         if self._access is not None:

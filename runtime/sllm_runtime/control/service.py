@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -24,9 +25,11 @@ from sllm_runtime.platform import trace
 from sllm_runtime.platform.bus import Bus, Subscription
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import SecretNotFound, Unavailable
-from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S
+from sllm_runtime.protocol.limits import CONTROLLER_WAIT_S, LONG_POLL_S, RPC_TIMEOUT_S
 from sllm_runtime.protocol.node import Ok
 from sllm_runtime.protocol.records import VersionRecord
+
+T = TypeVar("T")
 
 CONCURRENCY: Final = 16384
 """Requests of one verb at once: nearly all are long polls, one for each gateway and waiting version."""
@@ -254,14 +257,28 @@ class Service:
 
     # --- secrets ------------------------------------------------------------------------------------
     async def secrets(self, request: ctl.Listing) -> ctl.SecretList:
-        return listing.secrets(self._loop.view, await self._vault.names(), request.after)
+        return listing.secrets(self._loop.view, await self._in_time(self._vault.names()), request.after)
 
     async def put_secret(self, request: ctl.PutSecret) -> ctl.SecretInfo:
         """Instances that start from now on get it; those that run keep what they have."""
-        stored = await self._vault.put(request.name, request.value)
+        stored = await self._in_time(self._vault.put(request.name, request.value))
         return msgspec.structs.replace(stored, functions=secret_users.of(self._loop.view, request.name))
 
     async def delete_secret(self, request: ctl.SecretRef) -> Ok:
+        return await self._in_time(self._deleted(request))
+
+    async def _in_time(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` gives, which goes on where the vault does not answer. Raises ``Unavailable`` then."""
+        doing = asyncio.ensure_future(work)
+        doing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait any more
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                return await asyncio.shield(doing)
+        except TimeoutError as error:
+            text = f"the platform's secrets do not answer within {RPC_TIMEOUT_S:g} s: it may be done yet; ask again"
+            raise Unavailable(text) from error
+
+    async def _deleted(self, request: ctl.SecretRef) -> Ok:
         async with self._deployments.holding((request.name,)):
             secret_users.unneeded(self._loop.view, request.name)
             try:

@@ -24,6 +24,7 @@ from nats.js.api import StreamState
 from nats.nuid import NUID
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.owned import each
 from sllm_runtime.platform.streams import BUNDLE_STREAM, STORE_FAILED, WRONG_SEQUENCE
 from sllm_runtime.platform.watch import snapshot
 from sllm_runtime.protocol.errors import (
@@ -43,6 +44,9 @@ from sllm_runtime.protocol.subjects import BUNDLES, is_token
 Ask = Callable[[ReadBundle], Awaitable[BundlePart]]
 """Gives a part of a bundle: ``part``, or a gateway that a node asks."""
 _CHUNK: Final = 256 * KIB
+_AT_ONCE: Final = 8
+_SOON_S: Final = 1.0
+"""A link that takes longer for what is asked at once is asked for one part at a time: each has 5 s."""
 _LOOK: Final = 4 * MIB
 """After so many bytes an upload looks again what is left for it: others go on at once."""
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -301,17 +305,27 @@ def _checked(data: bytes, digest: str, nbytes: int) -> bytes:
 
 
 async def _read(ask: Ask, digest: str, nbytes: int) -> bytes | None:
-    first = latest = await ask(ReadBundle(digest=digest))
-    data = bytearray()
-    for number in range(max(first.parts, 1)):
-        if number:
-            latest = await ask(ReadBundle(digest=digest, nuid=first.nuid, after=latest.number))
-        if latest.data is None:  # not here yet, or replaced by an equal one while it was read
+    """Several parts are asked for at a time, at first one, and as long as they come soon twice as many: the next after
+    each of so many numbers are all that follow the first, none beyond the last, and one twice where another upload's
+    lie between."""
+    first = await ask(ReadBundle(digest=digest))
+    found, at_once, data, new = 0, 1, bytearray(), [first]
+    while True:
+        if any(part.data is None for part in new):  # not here yet, or replaced by an equal one while it was read
             return None
-        data += latest.data
-        if len(data) > nbytes:
-            break
-    return bytes(data)
+        data += b"".join(part.data or b"" for part in new)
+        found, last = found + len(new), new[-1].number
+        if found >= first.parts or len(data) > nbytes:
+            return bytes(data)
+        began, parts = time.monotonic(), dict[int, BundlePart]()
+
+        async def read(after: int, parts: dict[int, BundlePart] = parts) -> None:
+            parts[after] = await ask(ReadBundle(digest=digest, nuid=first.nuid, after=after))
+
+        asked = range(last, last + min(at_once, first.parts - found))
+        await each(asked, read, at_once)
+        new = list({parts[after].number: parts[after] for after in asked}.values())
+        at_once = min(2 * at_once, _AT_ONCE) if time.monotonic() - began < _SOON_S else 1
 
 
 async def delete(bus: Bus, digest: str, may: Callable[[], bool] = lambda: True) -> None:

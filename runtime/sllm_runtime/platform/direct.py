@@ -10,10 +10,12 @@ of it that works in another way all goes the ordinary way, and this module's tes
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, TypeAlias
 
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
@@ -68,6 +70,21 @@ class DirectClient(Client):
     def _socket(self) -> asyncio.WriteTransport | None:
         writer = getattr(getattr(self, "_transport", None), "_io_writer", None)
         return writer.transport if isinstance(writer, asyncio.StreamWriter) else None
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        """At the first address of its name that takes the connection, each within ``connect_timeout``: nats-py gives
+        that to all of them together and the resolver, so that one dead address, or a slow resolver, was the end of
+        every try."""
+        found = await asyncio.get_running_loop().getaddrinfo(s.uri.hostname, s.uri.port, type=socket.SOCK_STREAM)
+        problem: Exception | None = None
+        for host in dict.fromkeys(str(each[4][0]) for each in found):
+            at = f"[{host}]" if ":" in host else host
+            try:
+                await super()._connect_to_server(replace(s, uri=s.uri._replace(netloc=f"{at}:{s.uri.port}")))
+                return
+            except (OSError, TimeoutError) as error:
+                problem = error
+        raise problem or OSError(f"{s.uri.hostname} has no address")
 
     async def _attempt_reconnect(self) -> None:
         """Without what the old connection has not taken: nats-py would wait until that is sent, and the kernel goes on

@@ -49,6 +49,10 @@ need not wait for a beat."""
 STALL_S: Final = 1.0
 """A ticker that is later than this did not run (a paused machine, no CPU): what others sent meanwhile still waits to be
 read, so nobody's silence counts from before."""
+DEAF_S: Final = 2.5
+"""Something comes from NATS more often than each second: nodes' reports, who leads, beats that it has acknowledged. Who
+has heard nothing at all for so long is cut off, or NATS stands still, though the connection stands (it takes 10 s and
+more to end): nobody's silence counts meanwhile."""
 SLOW_CONSUMER_S: Final = 30.0
 MAX_HEAD: Final = 64 * 1024
 """A request's line and headers."""

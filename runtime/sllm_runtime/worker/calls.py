@@ -37,7 +37,7 @@ from sllm_runtime.worker.call import Call, current
 from sllm_runtime.worker.outgoing import CallEnded, Outgoing
 from sllm_runtime.worker.own import is_own, own
 from sllm_runtime.worker.sender import Sender
-from sllm_runtime.worker.words import lacks_memory, sendable, words_of
+from sllm_runtime.worker.words import NO_THREAD, lacks_memory, lacks_thread, sendable, words_of
 
 log = logging.getLogger(__name__)
 _MESSAGE_CHARS = 2000
@@ -328,6 +328,8 @@ def described(raised: BaseException) -> ErrorBody:
     text = words_of(raised)[:_MESSAGE_CHARS]
     if lacks_memory(raised) and not isinstance(raised, SllmError):  # whose memory is another function's
         text += " - the function ran out of memory; raise memory=... in @model_function"
+    elif lacks_thread(raised):
+        text += NO_THREAD
     return FunctionError(text, detail=trace[-_TRACE_CHARS:]).body()
 
 

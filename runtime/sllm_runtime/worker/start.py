@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import resource
+import sys
 import tempfile
 import time
 import traceback
@@ -30,7 +32,7 @@ from sllm_runtime.worker.joined import Joined
 from sllm_runtime.worker.model import load_model
 from sllm_runtime.worker.own import Foreign
 from sllm_runtime.worker.secret_files import lay
-from sllm_runtime.worker.words import lacks_memory, sendable, words_of
+from sllm_runtime.worker.words import NO_THREAD, lacks_memory, lacks_thread, sendable, words_of
 
 _ORDER: Final = (*START_STAGES, PROVE)
 
@@ -93,6 +95,9 @@ def confine(assign: Assign) -> Path:
     os.environ.update({**assign.manifest.env, **assign.env})
     time.tzset()  # by the new TZ: Python has asked for it when it began
     tempfile.tempdir = None  # by the new TMPDIR: what the fork server imports has asked where its own files lie
+    hub = sys.modules.get("huggingface_hub.constants")
+    if hub is not None and any(name.startswith("HF_") for name in assign.manifest.env):
+        importlib.reload(hub)  # by the new HF_HOME, HF_HUB_OFFLINE and so on, at which it looks once
     home = Path(assign.workdir or tempfile.mkdtemp(prefix="sllm-worker-"))
     code = home / "code"
     code.mkdir(parents=True, exist_ok=True)
@@ -235,4 +240,5 @@ def failed(error: BaseException, stage: str) -> SllmError:
             stage=stage,
             detail=trace,
         )
-    return StartFailed(f"{stage} failed: {text[:2000]}", stage=stage, detail=trace)
+    why = NO_THREAD if lacks_thread(error) else ""
+    return StartFailed(f"{stage} failed: {text[:2000]}{why}", stage=stage, detail=trace)

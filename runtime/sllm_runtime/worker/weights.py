@@ -56,8 +56,8 @@ def build_known(config: Mapping[str, Any], loader: str, dtype: torch.dtype) -> n
     from transformers.initialization import no_init_weights
 
     architecture, kind = next(iter(config.get("architectures") or []), None), str(config.get("model_type"))
-    if "quantization_config" in config:
-        raise UnsupportedModel(f"{architecture} is quantised ({config['quantization_config'].get('quant_method')}); "
+    if (quantised := config.get("quantization_config")) is not None:  # null is what one that is not may say
+        raise UnsupportedModel(f"{architecture} is quantised ({quantised.get('quant_method')}); "
                                "deploy the weights it was made from")  # fmt: skip
     if kind not in CONFIG_MAPPING:
         why = "it needs code from its repository, which is never run" if "auto_map" in config else "it is unknown here"

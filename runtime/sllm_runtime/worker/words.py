@@ -28,6 +28,18 @@ def lacks_memory(raised: BaseException) -> bool:
     return lacks or isinstance(raised, MemoryError)
 
 
+_NO_THREAD = "RuntimeError: can't start new thread"
+NO_THREAD = (
+    " - each thread's stack (8 MiB, mostly) counts as the function's memory: raise memory=... in @model_function, or "
+    "lower its concurrency or the number of threads that it starts; SLLM_CONTAINER_PIDS bounds those of a container"
+)
+
+
+def lacks_thread(raised: BaseException) -> bool:
+    """Whether Python could start no thread more, a call's or the function's own."""
+    return words_of(raised) == _NO_THREAD
+
+
 def words_of(raised: BaseException) -> str:
     """``Type: message`` of what user code raised, also where its ``__str__`` raises something itself."""
     name = type(raised).__name__

@@ -343,3 +343,38 @@ async def test_a_vault_that_hangs_is_not_waited_for_without_end_by_who_goes_back
     await gateway.ask("rollback", ctl.Rollback(function="chat"), 9.0)
     assert bench.controller.loop.view.functions["chat"].active == 1
     assert not deployments._secrets.locked()
+
+
+@pytest.mark.parametrize(
+    ("verb", "request_"),
+    [
+        ("secrets", ctl.Listing()),
+        ("put_secret", ctl.PutSecret(name="token", value=VALUE)),
+        ("delete_secret", ctl.SecretRef(name="token")),
+    ],
+)
+async def test_a_vault_that_hangs_is_told_as_that(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, verb: str, request_: Any
+) -> None:
+    """And not as a controller that does not answer (docs/control.md). What it is asked it may do yet: a secret that
+    goes is needed by no version that comes meanwhile."""
+    gateway, vault, back = bench.gateway, bench.controller.service._vault, asyncio.Event()
+    await gateway.ask("put_secret", ctl.PutSecret(name="token", value=VALUE))
+    does = {name: getattr(vault, name) for name in ("names", "put", "remove")}
+
+    def hanging(name: str) -> Any:
+        async def hangs(*given: Any) -> Any:
+            await back.wait()
+            return await does[name](*given)
+
+        return hangs
+
+    for name in does:
+        monkeypatch.setattr(vault, name, hanging(name))
+    with pytest.raises(Unavailable, match="the platform's secrets do not answer within 5 s"):
+        await gateway.ask(verb, request_, 15.0)
+    assert bench.controller.service._deployments._secrets.locked() is (verb == "delete_secret")
+    back.set()
+    await until(lambda: not bench.controller.service._deployments._secrets.locked())
+    there = {info.name for info in (await gateway.ask("secrets", ctl.Listing())).secrets}
+    assert ("token" in there) is (verb != "delete_secret")

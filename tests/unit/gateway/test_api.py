@@ -17,6 +17,7 @@ from sllm_gateway import controller, views
 from sllm_gateway.app import running
 from sllm_gateway.openapi import document
 from sllm_gateway.operations import OPERATIONS
+from sllm_gateway.server import listen
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform import bundles, trace
 from sllm_runtime.platform.owned import end
@@ -128,6 +129,18 @@ def test_a_limit_of_bundles_that_nobody_else_keeps_is_refused() -> None:
     assert GatewaySettings.load({"SLLM_MAX_BUNDLE": "1000"}).max_bundle == 1000
     with pytest.raises(InvalidRequest, match="SLLM_MAX_BUNDLE"):
         GatewaySettings.load({"SLLM_MAX_BUNDLE": str(MAX_BUNDLE + 1)})
+
+
+def test_heartbeats_that_come_too_late_for_clients_are_refused() -> None:
+    """The SDK, as most proxies, takes a stream that is silent for 60 s for broken."""
+    with pytest.raises(InvalidRequest, match="SLLM_HEARTBEAT"):
+        GatewaySettings.load({"SLLM_HEARTBEAT": "60"})
+
+
+@pytest.mark.parametrize("host", ["nobody.invalid", "192.0.2.1"])
+def test_a_wrong_host_is_not_put_down_to_the_port(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="SLLM_HOST"):
+        listen(GatewaySettings.load({"SLLM_HOST": host}))
 
 
 async def test_a_deployment_tells_its_progress_and_its_result(nats: Nats) -> None:

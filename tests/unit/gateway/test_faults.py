@@ -18,6 +18,7 @@ from sllm_runtime.protocol.errors import InstanceLost
 from sllm_runtime.protocol.frames import Beat, Cancel, Frame, FrameKind, Open, Opened, Segment
 from sllm_runtime.protocol.http import error_view
 from tests.fixtures.nats import NODE_2, Nats
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, ScriptedController, ScriptedNode, entry, hang, manifest, world
 
@@ -108,6 +109,26 @@ async def test_a_silent_node_is_lost(nats: Nats, monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - began > 1.0, "it had its time"
         assert "instance_lost" in response.text
         assert "[DONE]" not in response.text
+
+
+async def test_no_node_is_silent_while_nats_stands_still(nats: Nats) -> None:
+    """Its machine's disk or its link: nothing comes from anybody, and the connection stands."""
+
+    async def works(run: Run) -> None:
+        await done.wait()
+        run.out("done")
+        run.end()
+
+    async with world(nats) as w:
+        done = asyncio.Event()
+        await w.deploy(manifest("works", streams=False), entry(), script=works)
+        call = asyncio.create_task(w.http.post("/fn/works"))
+        await until(lambda: bool(w.node.runs))
+        assert nats.server.child is not None
+        with suspended(nats.server.child.pid):
+            await asyncio.sleep(limits.LOST_AFTER_S + 2.0)
+        done.set()
+        assert (await call).text == '"done"'
 
 
 async def test_a_node_that_has_left_nats_is_lost_before_its_silence_says_so(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.js.api import RawStreamMsg
 
-from sllm_gateway import keeping, taking_up
+from sllm_gateway import keeping, taking_up, views
 from sllm_gateway.asgi import PIECE
 from sllm_gateway.call import Gathered
 from sllm_gateway.calls import Calls
@@ -657,6 +657,46 @@ async def test_calls_that_were_taken_up_are_listed_as_of_when_they_were_made(nat
             await reaches(next_life.http, call, "RUNNING")
         await until(lambda: len(gate.runs) == 3, what="they run")
         assert await paged(next_life, state="RUNNING") == await paged(next_life) == calls[::-1]
+
+
+async def test_a_page_of_very_many_calls_holds_up_no_stream(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {
+        f"{subjects.CALLS_STREAM}.call-{number}": CallOrder(
+            call=f"call-{number}", function="f", version=1, kind="fn", seed=1, parts=0, gateway="gone", durable=True,
+            created=float(number),
+        )
+        for number in range(5000)
+    }  # fmt: skip
+    stored = {subject.replace("sllm_calls", "sllm.calls"): codec.pack(order) for subject, order in made.items()}
+    shown, turns, lists = list[str](), list[int](), True
+
+    async def listed(_bus: Any, stream: str, subject: str) -> dict[str, bytes]:
+        wanted = stream == subjects.CALLS_STREAM and subject.endswith(entry_name(CallOrder))
+        return stored if wanted else {}
+
+    def view(journaled: Any, told: Any = None) -> Any:
+        shown.append(journaled.order.call)
+        return show(journaled, told)
+
+    async def stream() -> None:
+        while lists:
+            await asyncio.sleep(0)
+            turns[-1] += 1
+
+    show = views.call
+    monkeypatch.setattr("sllm_gateway.journal.snapshot", listed)
+    monkeypatch.setattr(views, "call", view)
+    async with world(nats) as w:
+        turns.append(0)
+        reading = asyncio.create_task(stream())
+        all_ = await w.gateway._kept._journal.all()
+        lists = False
+        await reading
+        answer = (await w.http.get("/v1/calls", params={"limit": 2})).json()
+    assert len(all_) == 5000
+    assert turns[0] >= 9
+    assert [each["id"] for each in answer["calls"]] == ["call-4999", "call-4998"]
+    assert len(shown) == 3, "one more than is shown: whether there is more"
 
 
 async def test_no_function_is_any(nats: Nats) -> None:

@@ -33,6 +33,7 @@ from tests.fixtures import invoker as fixtures
 from tests.fixtures.invoker import BUNDLE, SCRIPTED, GatewayPeer, NodeUnderTest, node_under_test, order
 from tests.fixtures.loaderd import loaderd
 from tests.fixtures.nats import GATEWAY_2, NODE, Nats, nats  # noqa: F401 - a fixture is used by being here
+from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 
@@ -333,6 +334,18 @@ async def test_a_gateway_that_acknowledges_nothing_loses_its_call(
     status = node.instance(instance)
     assert status is not None
     assert (status.served, status.worked_s) == (0, 0.0), "how long it would have taken nobody knows"
+
+
+async def test_a_gateway_is_not_silent_while_nats_stands_still(node: NodeUnderTest, nats: Nats) -> None:  # noqa: F811
+    instance = await node.start("count=6000")
+    node.gateway.reading = False
+    _, call = await node.gateway.open(instance, credit=4096)
+    await until(lambda: (now := node.instance(instance)) and now.running == 1, what="it runs")
+    assert nats.server.child is not None
+    with suspended(nats.server.child.pid):
+        await asyncio.sleep(limits.LOST_AFTER_S + 2.0)
+    node.gateway.reading = True
+    assert (await node.gateway.ended(call)).error is None
 
 
 async def test_a_gateway_that_has_left_nats_loses_its_call_before_its_silence_says_so(

@@ -123,7 +123,7 @@ def test_a_prefix_of_an_object_store(model: Path, tmp_path: Path) -> None:
     with object_store(tmp_path / "store") as endpoint:
         found = fetch("s3://bucket/models/tiny", tmp_path / "cache", **s3_settings(endpoint))
         path = Path(str(found["path"]))
-        assert {file.name for file in path.iterdir()} == {"config.json", "model.safetensors", "pytorch_model.bin"}
+        assert {file.name for file in path.iterdir()} == {"config.json", "model.safetensors"}
         assert (path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
         again = fetch("s3://bucket/models/tiny/", tmp_path / "cache", **s3_settings(endpoint))
         assert again["path"] == str(path)
@@ -137,6 +137,22 @@ def test_a_prefix_of_an_object_store(model: Path, tmp_path: Path) -> None:
         assert fetch("s3://bucket/models/tiny", tmp_path / "cache", **wrong)["code"] == "forbidden"
     dead = fetch("s3://bucket/models/tiny", tmp_path / "cache", **s3_settings(endpoint, AWS_MAX_ATTEMPTS="1"))
     assert dead["code"] == "unavailable"
+
+
+def test_one_of_several_gguf_models_of_an_object_store(tmp_path: Path) -> None:
+    """They are refused before they are fetched, and what the refusal asks for is taken."""
+    directory = tmp_path / "store" / "bucket" / "gguf"
+    directory.mkdir(parents=True)
+    names = ("m-Q4.gguf", "m-Q8-00001-of-00002.gguf", "m-Q8-00002-of-00002.gguf")
+    for name in names:
+        (directory / name).write_bytes(name.encode())
+    with object_store(tmp_path / "store") as endpoint:
+        all_of_them = fetch("s3://bucket/gguf", tmp_path / "cache", **s3_settings(endpoint))
+        assert "s3://bucket/gguf/ has several models (m-Q4.gguf, m-Q8" in str(all_of_them.get("message"))
+        assert not list((tmp_path / "cache").glob("fetched/*"))
+        for wanted in (names[:1], names[1:]):
+            found = fetch(f"s3://bucket/gguf/{wanted[0]}", tmp_path / "cache", **s3_settings(endpoint))
+            assert sorted(file.name for file in Path(str(found.get("path"))).iterdir()) == sorted(wanted)
 
 
 async def test_loaderd_registers_from_an_object_store(

@@ -192,3 +192,14 @@ def test_a_damaged_file_gives_a_typed_error_or_readable_tensors(
     for name in source.tensors:
         read_all(source, name)
     source.close()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_module_that_was_saved_whole_is_refused_with_what_would_do(tmp_path: Path, zipped: bool) -> None:
+    """Not with torch's words, which say how one may run its code."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(torch.nn.Sequential(torch.nn.Linear(2, 2)), path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(InvalidCheckpoint, match=r"holds a torch\.nn.*Sequential.*state_dict") as raised:
+        TorchSource([path])
+    assert "weights_only" not in raised.value.message
+    assert "\x1b" not in raised.value.message

@@ -408,3 +408,33 @@ async def test_what_can_be_no_name_is_refused(nats: Nats, asked: ReadBundle) -> 
     _, gateway = await buses(nats)
     with pytest.raises(InvalidRequest):
         await bundles.part(gateway, asked)
+
+
+async def test_a_long_way_is_gone_for_several_parts_at_once_also_where_others_lie_between(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 MB took a node eighty times the way to a gateway and back."""
+    monkeypatch.setattr(bundles, "_CHUNK", 10_000)
+    _, gateway = await buses(nats)
+    other = DATA[::-1]
+    named = f"sha256:{hashlib.sha256(other).hexdigest()}"
+    await asyncio.gather(
+        bundles.store(gateway, DIGEST, pieces(), 10**7), bundles.store(gateway, named, pieces(other, 30_011), 10**7)
+    )
+    ways = under_way = most = 0
+
+    async def ask(asked: ReadBundle) -> Any:
+        nonlocal ways, under_way, most
+        ways += not under_way
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        try:
+            return await bundles.part(gateway, asked)
+        finally:
+            under_way -= 1
+
+    assert await bundles.fetch(ask, DIGEST, len(DATA)) == DATA
+    assert ways <= 128 // 3
+    assert 4 <= most <= 16
+    assert await bundles.fetch(ask, named, len(other)) == other

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from datetime import date
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -727,6 +727,36 @@ def test_connections_notice_a_dead_peer(gateway: Gateway) -> None:
         raw = connection._connection._network_stream.get_extra_info("socket")
         assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert gateway.left.wait(GIVE_UP_S)
+
+
+@pytest.mark.parametrize("variable", ["ALL_PROXY", "HTTP_PROXY", "NO_PROXY"])
+async def test_so_do_those_to_a_proxy_and_past_it(
+    variable: str, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever forgets a connection that says nothing is on these ways as well, and an answer in one piece is waited
+    for for a day."""
+    url = gateway.url.replace("127.0.0.1", "127.1")  # a name of another machine, as far as we know
+    monkeypatch.setenv(variable, "127.1" if variable == "NO_PROXY" else gateway.url)
+    kept: list[int] = []
+
+    def look(response: httpx.Response) -> None:
+        raw = response.extensions["network_stream"].get_extra_info("socket")
+        kept.append(raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+
+    async def look_async(response: httpx.Response) -> None:
+        look(response)
+
+    with Client(url, TOKEN) as client:
+        gateway.will(Answer(json=1))
+        client._http.event_hooks["response"].append(look)
+        with suppress(SllmError):  # as a proxy it knows no such path
+            client.request("GET", "/api/v1/nodes")
+    async with AsyncClient(url, TOKEN) as twin:
+        gateway.will(Answer(json=1))
+        twin._http.event_hooks["response"].append(look_async)
+        with suppress(SllmError):
+            await twin.request("GET", "/api/v1/nodes")
+    assert kept == [1, 1]
 
 
 @pytest.mark.parametrize("how", [Answer(silent=True), Answer(breaks=True)])

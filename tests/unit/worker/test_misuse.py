@@ -158,3 +158,37 @@ def test_empty_lines_that_nobody_takes_are_bounded(worker: Worker, tmp_path: Pat
     (after,) = worker.finish(number).outputs
     assert after - before < 32 * 2**20
     assert any("lines dropped" in log.text for log in worker.logs)
+
+
+SLEEPS = """
+import time
+
+def fn(seconds: float = 0.0):
+    time.sleep(seconds)
+    return seconds
+"""
+THREADS = """
+import threading, time
+
+def fn(count: int):
+    for _ in range(count):
+        threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+"""
+
+
+def test_calls_whose_threads_have_no_room_are_told_so(worker: Worker, tmp_path: Path) -> None:
+    """Each has a stack of 8 MiB, of which the limit counts all."""
+    worker.start(manifest(), bundle_of({"user.py": SLEEPS}), workdir=tmp_path, memory_limit=2**27)
+    answers = [worker.answers[worker.call({"seconds": 3.0})] for _ in range(32)]
+    worker.until(lambda: all(answer.end for answer in answers))
+    refused = [answer.error.message for answer in answers if answer.end is not None and answer.end.error is not None]
+    assert refused
+    assert all("can't start new thread" in message and "raise memory=" in message for message in refused)
+    assert worker.run({"seconds": 0.0}).outputs == [0]
+
+
+def test_a_function_that_has_no_room_for_its_threads_is_told_so(worker: Worker, tmp_path: Path) -> None:
+    worker.start(manifest(), bundle_of({"user.py": THREADS}), workdir=tmp_path, memory_limit=2**27)
+    message = worker.run({"count": 32}).error.message
+    assert "can't start new thread" in message
+    assert "raise memory=" in message

@@ -18,6 +18,7 @@ from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_runtime.protocol.checkpoint import CheckpointIndex, decode_index, partition_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker import weights
+from sllm_runtime.worker.engine.ours.model.config import read
 from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from tests.fixtures.models import BUILDERS, save_model
 from tests.unit.worker.harness import Worker, bundle_of, manifest
@@ -132,6 +133,16 @@ def test_what_cannot_run_is_refused_by_name(tmp_path: Path, changes: dict[str, A
     checkpoint.config.update(changes)
     with pytest.raises(UnsupportedModel, match=words):
         checkpoint.module()
+
+
+def test_a_config_that_says_null_of_its_quantisation_is_of_none(tmp_path: Path) -> None:
+    """As transformers reads it, and configurations that were written by hand or by other tools have it."""
+    save_model("llama", tmp_path / "hf")
+    _config(tmp_path / "hf", quantization_config=None)
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
+    expected: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(logits(checkpoint.module()), logits(expected.eval()))
+    assert read(checkpoint.config, "auto") is not None, "our engine runs it as well"
 
 
 def test_a_module_of_ones_own_is_told_what_to_say(tmp_path: Path) -> None:

@@ -133,6 +133,28 @@ def test_temporary_files_lie_in_the_instances_own_directory(zygote: Zygote, tmp_
     assert Path(file).parent == tmp_path
 
 
+HUB = """
+def fn():
+    from huggingface_hub import constants
+    from transformers.utils import hub
+    return [constants.HF_HUB_CACHE, hub.constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE]
+"""
+
+
+def test_hugging_faces_cache_is_where_the_functions_own_environment_says(zygote: Zygote, tmp_path: Path) -> None:
+    """The fork server has imported what looks once where it is."""
+    zygote.wait_ready()
+    zygote.wait_complete()
+    worker = zygote.spawn()
+    try:
+        described = manifest(env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
+        worker.start(described, bundle_of({"user.py": HUB}), workdir=tmp_path)
+        assert worker.run().outputs[0] == [str(tmp_path / "hf" / "hub")] * 2 + [True]
+    finally:
+        worker.close()
+        zygote.exited(zygote.count)
+
+
 def test_a_node_may_do_without_transformers() -> None:
     assert Later("engine").done
     assert not Later("all").done

@@ -134,7 +134,7 @@ def read(raw: Mapping[str, Any], loader: str) -> tuple[str, Any] | None:
     None: it is not one of ours as it stands there, and transformers is to judge it.
     """
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or "quantization_config" in raw or "auto_map" in raw:
+    if not isinstance(kind, str) or raw.get("quantization_config") is not None or "auto_map" in raw:
         return None
     architecture = KINDS[kind][0] if kind in KINDS else OTHERS.get(kind)
     named = raw.get("architectures") or []

@@ -1,0 +1,57 @@
+"""A server that says 403 of what it has not: S3 and CloudFront do, to whom may read objects and not list them."""
+
+from pathlib import Path
+
+import pytest
+
+from sllm_loaderd.convert import convert_directory
+from sllm_loaderd.convert.child import bring
+from sllm_runtime.protocol.errors import Forbidden, ModelNotFound
+from tests.fixtures.loaderd import numbers_model
+from tests.fixtures.range_server import RangeServer, range_server
+from tests.unit.loaderd.test_origins import store
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_server_that_refuses_what_is_not_there(
+    tmp_path: Path, converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers_model(tmp_path / "source")
+    served = tmp_path / "served" / "m"
+    if converted:
+        served.parent.mkdir()
+        convert_directory(tmp_path / "source", served)
+    else:
+        numbers_model(served)
+    with store(tmp_path / "store") as models, range_server(tmp_path / "served") as server:
+        deny_what_is_missing(server, monkeypatch)
+        with models.staging() as staging:
+            assert bring(f"{server.url}/m", staging, models.cache, "").digest
+        with models.staging() as staging, pytest.raises(Forbidden, match="refused with 403"):
+            bring(f"{server.url}/elsewhere", staging, models.cache, "")
+
+
+@pytest.mark.parametrize("status", [403, 405])
+def test_a_server_that_answers_no_head(tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it sends us to is signed for GET, or GET is all that it has."""
+    numbers_model(tmp_path / "served" / "m")
+    with store(tmp_path / "store") as models, range_server(tmp_path / "served") as server:
+        with models.staging() as staging:
+            known = bring(f"{server.url}/m", staging, models.cache, "")
+        refuses = lambda self: self.answer(status, b"", {}, body=False)  # noqa: E731
+        monkeypatch.setattr(server.RequestHandlerClass, "do_HEAD", refuses)
+        with models.staging() as staging:
+            there = bring(f"{server.url}/m", staging, models.cache, "")
+        with models.staging() as staging, pytest.raises(ModelNotFound):
+            bring(f"{server.url}/elsewhere", staging, models.cache, "")
+    assert (there.digest, there.fingerprint) == (known.digest, known.fingerprint)
+
+
+def deny_what_is_missing(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = server.RequestHandlerClass
+    answer = handler.answer  # type: ignore[attr-defined]
+
+    def denied(self: object, status: int, *args: object, **more: object) -> None:
+        answer(self, 403 if status == 404 else status, *args, **more)
+
+    monkeypatch.setattr(handler, "answer", denied)
