@@ -258,14 +258,16 @@ class Loop:
             self._ended.set_exception(error)
 
     async def _steps(self) -> None:
-        due = time.monotonic()
+        due, was_sure = time.monotonic(), True
         while True:
             now, used = time.monotonic(), time.thread_time()
-            if now - due > limits.STALL_S:
+            sure = self._may_act()
+            if now - due > limits.STALL_S or (sure and not was_sure):  # NATS stood still, and so did reports
                 self.listening_again()
+            was_sure = sure
             self._wake.clear()
             self._tell_untold()
-            more = self._may_act() and self._step()
+            more = sure and self._step()
             self._notify(frozenset({changes.NODES}))
             took = time.thread_time() - used  # its own work, however long, is no standstill
             rest = took if more or took > LONG_S else 0.0

@@ -118,6 +118,34 @@ async def test_who_is_not_sure_to_lead_makes_no_plan(bench: Bench, monkeypatch: 
     assert not made
 
 
+async def test_no_silence_counts_from_while_it_was_not_sure_to_lead(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NATS stood still: the proof that it leads may be the first that comes, before any node's report."""
+    own, sure, asked = bench.controller.loop, True, 0
+
+    def is_sure() -> bool:
+        nonlocal asked
+        asked += 1
+        return sure
+
+    monkeypatch.setattr(own, "_may_act", is_sure)
+    planned = Planned(bench, monkeypatch, lambda: True)
+    await planned.so_many(3)
+    sure = False
+    planned.clock.works(0.1)
+    before, heard = asked, planned.since[-1]
+    own._wake.set()
+    await until(lambda: asked > before, what="it is not sure")
+    made = len(planned.since)
+    sure = True
+    own._wake.set()
+    await planned.so_many(made + 3)
+    assert len(set(planned.since[:made])) == 1
+    assert {heard} < {*planned.since[made:], heard}
+    assert len(set(planned.since[made:])) == 1, "from one moment on"
+
+
 async def test_a_bug_that_keeps_plans_from_being_made_is_told_and_ends_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
