@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies
@@ -76,8 +77,9 @@ def keeps_alive(event: str, info: Mapping[str, Any]) -> None:
     past it: httpx gives them to others only."""
     if event.endswith("connect_tcp.complete"):
         connection = info["return_value"].get_extra_info("socket")
-        for option in keepalive():
-            connection.setsockopt(*option)
+        with suppress(OSError):  # it has ended already: whoever uses it is told so
+            for option in keepalive():
+                connection.setsockopt(*option)
 
 
 async def keeps_alive_async(event: str, info: Mapping[str, Any]) -> None:

@@ -30,8 +30,10 @@ Sign = Callable[[str, str, Mapping[str, str], Any], Mapping[str, str]]
 """(method, url, headers, ``Connection.peer``) → headers with what the server wants to see."""
 _SLICE: Final = 1 * MIB
 _DETAIL: Final = 16 * KIB
-_NO_HEAD: Final = (403, 405)
+_NO_HEAD: Final = (403, 405, 501)
 """Refusals that may be of HEAD alone: an address that was signed for GET, a server that has no other method."""
+_NO_BYTE: Final = 416
+"""What a ranged GET of an empty object is answered with."""
 
 
 @dataclass(slots=True)
@@ -187,7 +189,7 @@ class Remote:
             if head.status in MOVED and len(where) <= self.limits.redirects:
                 connection.reusable = connection.reusable and head.length == 0
                 where.append(urljoin(where[-1], head.headers.get("location", "")))
-            elif head.status not in (200, 206, *(_NO_HEAD if method == "HEAD" else ())):
+            elif not _answers(method, head):
                 raise self.refuse(connection, head, method, url)
             else:
                 found.append((head, take(connection, head)))
@@ -202,3 +204,9 @@ class Remote:
 
 def _no_body(connection: Connection, head: Head) -> bytes:
     return b""
+
+
+def _answers(method: str, head: Head) -> bool:
+    """Whether that says what was asked for."""
+    nothing = head.status == _NO_BYTE and head.headers.get("content-range", "").endswith("*/0")
+    return head.status in (200, 206) or nothing or (method == "HEAD" and head.status in _NO_HEAD)

@@ -307,7 +307,7 @@ def _checked(data: bytes, digest: str, nbytes: int) -> bytes:
 async def _read(ask: Ask, digest: str, nbytes: int) -> bytes | None:
     """Several parts are asked for at a time, at first one, and as long as they come soon twice as many: the next after
     each of so many numbers are all that follow the first, none beyond the last, and one twice where another upload's
-    lie between."""
+    lie between: where that is most of them fewer are asked for, as each comes whole."""
     first = await ask(ReadBundle(digest=digest))
     found, at_once, data, new = 0, 1, bytearray(), [first]
     while True:
@@ -325,7 +325,8 @@ async def _read(ask: Ask, digest: str, nbytes: int) -> bytes | None:
         asked = range(last, last + min(at_once, first.parts - found))
         await each(asked, read, at_once)
         new = list({parts[after].number: parts[after] for after in asked}.values())
-        at_once = min(2 * at_once, _AT_ONCE) if time.monotonic() - began < _SOON_S else 1
+        wider = 2 * (at_once if 3 * len(new) >= len(asked) else len(new))
+        at_once = min(wider, _AT_ONCE) if time.monotonic() - began < _SOON_S else 1
 
 
 async def delete(bus: Bus, digest: str, may: Callable[[], bool] = lambda: True) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, TypeAlias
@@ -75,6 +76,7 @@ class DirectClient(Client):
         """At the first address of its name that takes the connection, each within ``connect_timeout``: nats-py gives
         that to all of them together and the resolver, so that one dead address, or a slow resolver, was the end of
         every try."""
+        s.last_attempt = time.monotonic()  # of a copy, below: nobody presses a server that ends each connection
         found = await asyncio.get_running_loop().getaddrinfo(s.uri.hostname, s.uri.port, type=socket.SOCK_STREAM)
         problem: Exception | None = None
         for host in dict.fromkeys(str(each[4][0]) for each in found):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -51,7 +50,8 @@ def rotate(path: Path) -> bool:
     """Put a log aside that a running process writes to, if it is larger than ROTATE_AT; whether it was.
 
     The process keeps its descriptor, so the file is copied and then emptied: a line that is written in the moment
-    between the two is lost. Raises ``OSError``, also where the disk has no room for both: what is left is the state's.
+    between the two is lost. Where the disk has no room for both its end alone is kept, in its place: what is left is
+    the state's, and so is what it would take as it grows. Raises ``OSError``.
     """
     if not path.exists() or (size := path.stat().st_size) <= ROTATE_AT:
         return False
@@ -60,7 +60,8 @@ def rotate(path: Path) -> bool:
         for stale in (_aside(path), new):  # they go anyway
             stale.unlink(missing_ok=True)
         if _lacks(path, size):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            _shorten(path)
+            return True
     with open(path, "r+b", buffering=0) as file:
         with open(new, "wb", buffering=0) as copy:
             while data := file.read(_PIECE):  # to the end it has by then, not the one it had
@@ -68,6 +69,16 @@ def rotate(path: Path) -> bool:
         file.truncate(0)
         new.replace(_aside(path))
     return True
+
+
+def _shorten(path: Path) -> None:
+    """Takes no room of the disk."""
+    with open(path, "a+b", buffering=0) as file:
+        file.seek(-min(_PIECE, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        end = file.read(_PIECE)
+        file.truncate(0)
+        file.write(end)
+    log.warning("all but the end of the log %s is lost: its disk has no room for more", path)
 
 
 def _lacks(path: Path, size: int) -> bool:

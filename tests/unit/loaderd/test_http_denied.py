@@ -1,6 +1,7 @@
 """A server that says 403 of what it has not: S3 and CloudFront do, to whom may read objects and not list them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_server_that_refuses_what_is_not_there(
             bring(f"{server.url}/elsewhere", staging, models.cache, "")
 
 
-@pytest.mark.parametrize("status", [403, 405])
+@pytest.mark.parametrize("status", [403, 405, 501])
 def test_a_server_that_answers_no_head(tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it sends us to is signed for GET, or GET is all that it has."""
     numbers_model(tmp_path / "served" / "m")
@@ -45,6 +46,26 @@ def test_a_server_that_answers_no_head(tmp_path: Path, status: int, monkeypatch:
         with models.staging() as staging, pytest.raises(ModelNotFound):
             bring(f"{server.url}/elsewhere", staging, models.cache, "")
     assert (there.digest, there.fingerprint) == (known.digest, known.fingerprint)
+
+
+def test_an_empty_file_where_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 and nginx answer a range of an empty object with 416."""
+    numbers_model(tmp_path / "served" / "m")
+    (tmp_path / "served" / "m" / "merges.txt").write_bytes(b"")
+    with store(tmp_path / "store") as models, range_server(tmp_path / "served") as server:
+        handler = server.RequestHandlerClass
+        get = handler.do_GET  # type: ignore[attr-defined]
+
+        def as_servers_do(self: Any) -> None:
+            if self.path.endswith("merges.txt") and self.headers.get("Range"):
+                self.answer(416, b"", {"Content-Range": "bytes */0"}, body=True)
+            else:
+                get(self)
+
+        monkeypatch.setattr(handler, "do_HEAD", lambda self: self.answer(403, b"", {}, body=False))
+        monkeypatch.setattr(handler, "do_GET", as_servers_do)
+        with models.staging() as staging:
+            assert bring(f"{server.url}/m", staging, models.cache, "").digest
 
 
 def deny_what_is_missing(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from sllm_runtime.platform import bundles
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.streams import BUNDLE_STREAM, STORE_FAILED
 from sllm_runtime.protocol.errors import BodyTooLarge, DigestMismatch, InvalidRequest, NotFound, StoreFull, Unavailable
-from sllm_runtime.protocol.node import ReadBundle
+from sllm_runtime.protocol.node import BundlePart, ReadBundle
 from tests.fixtures.nats import GATEWAY, GATEWAY_2, Nats
 from tests.fixtures.waiting import until
 
@@ -438,3 +438,20 @@ async def test_a_long_way_is_gone_for_several_parts_at_once_also_where_others_li
     assert ways <= 128 // 3
     assert 4 <= most <= 16
     assert await bundles.fetch(ask, named, len(other)) == other
+
+
+async def test_parts_between_others_are_not_read_many_times() -> None:
+    """Eight uploads at once, whose parts follow each other in turns."""
+    parts = {8 * number + 8: bytes([number]) * 1000 for number in range(80)}
+    data = b"".join(parts.values())
+    digest, asks = f"sha256:{hashlib.sha256(data).hexdigest()}", 0
+
+    async def ask(asked: ReadBundle) -> BundlePart:
+        nonlocal asks
+        asks += 1
+        await asyncio.sleep(0)
+        number = next(number for number in parts if number > asked.after)
+        return BundlePart(data=parts[number], nuid="n", number=number, parts=len(parts))
+
+    assert await bundles.fetch(ask, digest, len(data)) == data
+    assert asks <= 3.5 * len(parts), f"{asks} parts were sent for {len(parts)}"
