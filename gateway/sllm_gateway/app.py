@@ -104,7 +104,7 @@ class Gateway:
             news.tell,
             self._ledger.placed,
         )
-        self._recent = Recent(bus, settings.gateway, self.calls)
+        self._recent = Recent(bus, settings.gateway, self.calls, clock)
         self.table = RouteTable(self._on_version)
         responder = Responder(self.calls, settings, clock)
         controller = Controller(self._leader, clock)

@@ -65,6 +65,7 @@ class Marks:
     for it."""
     first: float | None = None
     last: float | None = None
+    failed: float | None = None
     read: float = 0.0
     """When its reader last got rid of something."""
     heard: float = 0.0

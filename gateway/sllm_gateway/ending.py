@@ -83,7 +83,7 @@ class Ending:
             call.frames.clear()
             call.held.clear()
             self._calls.collects(call, 0)
-        call.error = error
+        call.error, call.marks.failed = error, self._clock()
         call.go(CallState.CANCELLED if type(error) is Cancelled else CallState.FAILED)
         call.free_reader()
         self.forget_if_over(call)
@@ -161,7 +161,7 @@ class Ending:
 
     def _end_with(self, call: Call, error: SllmError) -> None:
         if not call.over:
-            call.error = error
+            call.error, call.marks.failed = error, self._clock()
             call.go(CallState.FAILED)
             call.wake()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -37,8 +37,8 @@ ASK_S: Final = 1.0
 class Recent:
     """``start`` before use: other gateways ask this one."""
 
-    def __init__(self, bus: Bus, gateway: str, calls: Calls) -> None:
-        self._bus, self.gateway, self._calls = bus, gateway, calls
+    def __init__(self, bus: Bus, gateway: str, calls: Calls, clock: Callable[[], float]) -> None:
+        self._bus, self.gateway, self._calls, self._clock = bus, gateway, calls, clock
         self._ended: dict[str, Call] = {}
         self._subscriptions: list[Subscription] = []
 
@@ -60,7 +60,8 @@ class Recent:
             return
         while len(self._ended) >= MOST:
             del self._ended[next(iter(self._ended))]
-        kept = Call(replace(call.order, body=b""), call.marks, state=call.state)  # not what it was told, nor its answer
+        order = replace(call.order, body=b"")
+        kept = Call(order, call.marks, state=call.state, attempts=call.attempts)  # not what it was told, nor its answer
         kept.over = True
         if call.end is not None:
             kept.end = End(usage=call.end.usage, spans=_some(call.end.spans))
@@ -105,7 +106,7 @@ class Recent:
             state=call.state,
             instance=call.binding.instance if call.binding is not None else call.marks.instance,
             started=call.marks.started.instance if call.marks.started is not None else "",
-            timeline=comment(timing.spans(call)),
+            timeline=comment(timing.spans(call, self._clock())),
             error=call.error.message if call.error is not None else "",
             waits=progress_words(waits) if waits is not None else "",
             progress=waits,

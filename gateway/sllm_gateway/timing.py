@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from sllm_gateway.call import Call
+from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.timeline import (
     CONVERT,
     FIRST_TOKEN,
@@ -23,10 +24,13 @@ _BESIDE: Final = frozenset({SANDBOX, CONVERT, IMPORT})
 """Stages of a start that stand before its weights."""
 
 
-def spans(call: Call) -> tuple[Span, ...]:
-    """What is known now, in ms from acceptance on."""
+def spans(call: Call, now: float | None = None) -> tuple[Span, ...]:
+    """What is known now, in ms from acceptance on. Of a call whose answer has not begun, and never will if it has
+    failed, what it waits for lasts until ``now``, or until it failed."""
     marks, begin = call.marks, call.order.accepted
-    sent = (marks.sent - begin) * 1e3
+    until = None if marks.first is not None or call.state is CallState.SUCCEEDED else (marks.failed or now)
+    queued = until if until is not None and not call.attempts else marks.sent
+    sent = (queued - begin) * 1e3
     found = [Span(QUEUE, 0.0, sent)]
     if marks.started is not None and marks.started.spans:
         found = _start(marks.started.spans, (marks.ready - begin) * 1e3, sent)
@@ -41,6 +45,8 @@ def spans(call: Call) -> tuple[Span, ...]:
         before = next((at for at, span in enumerate(found) if at and span.name not in _BESIDE), len(found))
         found[before:before] = _from_here(coming)
         found += [span for span in more if span.name != WEIGHTS]
+    if until is not None and call.attempts and all(span.name != FIRST_TOKEN for span in found):
+        found.append(Span(FIRST_TOKEN, sent, (until - begin) * 1e3 - sent))
     return tuple(found)
 
 

@@ -205,6 +205,7 @@ class Instance:
                 self._sandboxes[seat.member.number] = seat.sandbox
                 assign = assignment(self.order, prepared, seat, around.suppliers.proofs, len(ends))
                 tells[seat.member.number](assign, (*seat.fds, *ends))
+        prepared.bundle.close()
         self.work = work
         async with asyncio.TaskGroup() as group:  # all of it is cancelled when there is a verdict
             for follower in followers:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from sllm_invoker.bundles import BundleCache
 from sllm_invoker.pools import WarmPools
@@ -86,6 +86,8 @@ class Prepared:
 
     seats: tuple[Seat, ...]
     workdir: Path
+    bundle: IO[bytes]
+    """To be closed once every seat has been given it: it takes its size in memory as long as it is open."""
     devices: tuple[str, ...] = (CPU,)
     """What the loader sessions may load to."""
     spans: tuple[Span, ...] = ()
@@ -127,8 +129,8 @@ async def prepare(
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     seats = zip(those, sandboxes, sessions, strict=True)
-    ready = tuple(Seat(member, sandbox, (bundle, *session)) for member, sandbox, session in seats)
-    return Prepared(ready, workdir, devices, times.spans())
+    ready = tuple(Seat(member, sandbox, (bundle.fileno(), *session)) for member, sandbox, session in seats)
+    return Prepared(ready, workdir, bundle, devices, times.spans())
 
 
 def check_partitions(order: StartInstance) -> None:
@@ -204,11 +206,10 @@ async def _sandboxes(
     return tuple(made)
 
 
-async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> int:
+async def _bundle(order: StartInstance, suppliers: Suppliers, stack: AsyncExitStack) -> IO[bytes]:
     with _stage(IMPORT):
         fd = await suppliers.bundles.open(order.bundle, order.bundle_bytes)
-    stack.callback(os.close, fd)
-    return fd
+    return stack.enter_context(os.fdopen(fd, "rb", buffering=0))
 
 
 async def _weights(

@@ -113,7 +113,7 @@ class Ledger:
             while self._waiting:
                 key = next(iter(self._waiting))
                 full = 0 if await self._write(key, self._waiting[key]) else full + 1
-                if full >= len(self._waiting):
+                if full and full >= len(self._waiting):
                     await asyncio.sleep(AGAIN_S)
                     full = 0
 

@@ -83,6 +83,16 @@ async def test_it_is_written_again_where_something_newer_came_between(store: Sto
     assert store.written[5:] == [NEW, NEW]
 
 
+async def test_what_is_decided_after_all_was_written_is_written_at_once(
+    store: Store, book: ledger.Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It rests where nothing that waits finds room, not where nothing waits."""
+    monkeypatch.setattr(ledger, "AGAIN_S", 3600.0)
+    for decision in (NEW, GONE, OLD):
+        await book.stored([decision], ledger.FULL_S)
+    assert store.written == [NEW, GONE, OLD]
+
+
 async def test_whoever_writes_several_records_hears_of_the_one_that_was_refused(
     store: Store, book: ledger.Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

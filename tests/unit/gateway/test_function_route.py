@@ -410,6 +410,12 @@ async def test_deadlines_before_the_headers_have_their_status(nats: Nats) -> Non
         ]:
             response = await w.http.post(f"/fn/{name}", headers=how)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+            if name == "stops":  # its answer had begun
+                continue
+            told = w.gateway._recent.here(response.json()["error"]["call_id"])
+            assert told is not None
+            spans = {span.name: span.ms for span in parse_comment(told.timeline)}
+            assert spans.pop("queue" if name == "full" else "first_token") >= 200.0, "what it has waited for"
         for patience in (1.0, 10.0, 40.0):
             await w.deploy(manifest("slow", timeout=patience), entry(), script=never)
             response = await w.http.post("/fn/slow", headers=SSE)

@@ -78,6 +78,20 @@ def test_late_weights_stand_among_the_stages_also_where_the_call_queued_behind_t
     assert "weights" not in [span.name for span in spans(call(Span("weights", -50.0, 30.0), started=True, sent=10.0))]
 
 
+@pytest.mark.parametrize("failed", [None, 103.0])
+def test_what_a_call_without_an_answer_has_waited_for_lasts_until_now_or_until_it_failed(failed: float | None) -> None:
+    """In the queue, also if an instance was asked and refused it; then at its instance, which may die with no word."""
+    made = Call(Order("c", cast(Any, None), "fn", True, b"", 0, 100.0), Marks(route=cast(Route, None), sent=100.0))
+    made.marks.failed, now = failed, 103.0 if failed is None else 160.0
+    assert spans(made, now) == (Span("queue", 0.0, 3000.0),)
+    made.marks.sent = 100.5
+    assert spans(made, now) == (Span("queue", 0.0, 3000.0),)
+    made.attempts = 1
+    assert spans(made, now) == (Span("queue", 0.0, 500.0), Span("first_token", 500.0, 2500.0))
+    made.end = End()
+    assert spans(made, now) == (Span("queue", 0.0, 500.0), Span("first_token", 500.0, 2500.0))
+
+
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_the_parts_of_a_call_add_up_to_it(ready: float, behind: float) -> None:
     """Whenever it came: they follow each other from its acceptance to its last token, each beginning where the one

@@ -107,6 +107,17 @@ async def test_it_takes_part_once_it_knows_what_memory_its_loaderd_has(
             assert (first.memory, first.dram_limit) == (512 * mib, 512 * mib)
 
 
+def _open_files() -> list[str]:
+    return [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+
+
+async def test_an_instance_that_has_its_bundle_keeps_no_copy_of_it_in_the_nodes_memory(node: NodeUnderTest) -> None:
+    """One for each instance, of up to 100 MiB, that nobody counts."""
+    await node.start()
+    await node.start()
+    assert [link for link in _open_files() if link.startswith("/memfd:bundle-")] == []
+
+
 async def test_the_bundle_comes_as_a_sealed_file_and_no_secret_with_it(
     node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
