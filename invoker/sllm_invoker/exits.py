@@ -34,6 +34,8 @@ def lack_of_memory(end: Exit, tail: Sequence[str], killed: bool, limit: int, wei
     its ``limit`` (bytes): that it was this one is said only if it had nearly all of what is not ``weights``, which it
     shares, and whose pages are counted as its own. Else the last lines (``tail``) say.
     """
+    if end.orphaned:
+        return Lack.PERHAPS if killed and not end.asked else Lack.NO
     if end.signal == signal.SIGKILL:
         if end.out_of_memory is not None:
             return Lack.YES if end.out_of_memory else Lack.NO

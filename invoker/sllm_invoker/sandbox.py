@@ -33,6 +33,8 @@ class Exit:
             except ValueError:
                 name = "unknown"
             return f"signal {self.signal} ({name})"
+        if self.orphaned:
+            return "the node's fork server ended, and its worker with it"
         return "an unknown cause" if self.code is None else f"exit code {self.code}"
 
 

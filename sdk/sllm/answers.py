@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +15,15 @@ from sllm_runtime.protocol.timeline import Span, parse_comment
 
 Observe = Callable[[ProgressView], None]
 _BARE: Final = {401: "unauthorized", 403: "forbidden", 404: "not_found"}
+_SILENT: Final = "what stands in front of the gateways had no answer of one"
+_FRONT: Final = {
+    413: "what stands in front of the gateways takes no body of this size (nginx: client_max_body_size)",
+    502: f"{_SILENT}; it may have been done",
+    503: f"{_SILENT}; it may have been done",
+    504: f"{_SILENT} in time; it may have been done. Let it wait longer (nginx: proxy_read_timeout), or stream: "
+    "a stream is never silent",
+}
+"""What a status means that no gateway of ours wrote: a proxy's, which is where the URL leads to."""
 
 
 def ignore(_: ProgressView) -> None:
@@ -54,10 +64,20 @@ def error_from(status: int, headers: Mapping[str, str], body: bytes) -> SllmErro
     try:
         return body_of(json.loads(body)["error"], status, seconds).to_error()
     except (ValueError, KeyError, TypeError, AttributeError):
-        elsewhere, text = headers.get("location", ""), body[:200].decode("utf-8", "replace").strip()
+        elsewhere, text = headers.get("location", ""), _words(body)
         message = f"HTTP {status}" + (f" to {elsewhere!a:.200}" if elsewhere else "") + (f": {text}" if text else "")
-        message += " (not from a gateway of sllm; is the URL right?)"
+        message += f" ({_FRONT.get(status, 'not from a gateway of sllm; is the URL right?')})"
         return ErrorBody("http_error", message, status, retryable=status in (429, 502, 503, 504)).to_error()
+
+
+def _words(body: bytes) -> str:
+    """The beginning of a page, on one line."""
+    return " ".join(re.sub(rb"<[^>]*>", b" ", body[:2000]).decode("utf-8", "replace").split())[:200]
+
+
+def of_a_proxy(error: SllmError) -> bool:
+    """Whether it says that what stands in front of the gateways had no answer of one: what was asked may be done."""
+    return error.code == "http_error" and error.status in (502, 503, 504)
 
 
 def document(status: int, headers: Mapping[str, str], body: bytes) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from sllm import bundle, transport
-from sllm.answers import Observe, ignore
+from sllm.answers import Observe, ignore, of_a_proxy
 from sllm.bundle import Bundle
 from sllm.client import Client
 from sllm.function import ModelFunction
@@ -83,9 +83,9 @@ def _patiently(send: Callable[[], bool], observe: Observe) -> bool:
         try:
             return send()
         except SllmError as error:
-            if isinstance(error, InstanceLost) and not lost:
+            if (isinstance(error, InstanceLost) or of_a_proxy(error)) and not lost:
                 deadline, lost = time.monotonic() + CONTROLLER_WAIT_S, True
-            silent = isinstance(error, InstanceLost | Unreached)
+            silent = isinstance(error, InstanceLost | Unreached) or of_a_proxy(error)
             answered = error.status == 503 and not isinstance(error, StoreFull | Unreached)
             if not (answered or (lost and silent)) or time.monotonic() > deadline:
                 raise

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from sllm.answers import Trace
+from sllm.answers import Trace, of_a_proxy
 from sllm.gateways import Gateways
 from sllm.sse import Event
 from sllm_runtime.protocol.errors import CallMoved, InstanceLost, SllmError, Unavailable
@@ -111,7 +111,7 @@ class Losing:
         had gone on for longer than that is lost anew."""
         if self._since is None or now - began > self.again_s:
             self._since = now
-        has_no_answer = trace.broken or trace.gateway is None
+        has_no_answer = trace.broken or trace.gateway is None or of_a_proxy(error)
         if not has_no_answer or now - self._since >= self.again_s:
             raise error
         if trace.gateway is not None:  # else ``Asking`` is past it

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
+from sllm_loaderd.sources.proxies import Proxy, proxy_for
 from sllm_runtime.protocol.errors import InvalidCheckpoint, ProtocolError
 from sllm_runtime.protocol.limits import KIB
 
@@ -74,16 +75,25 @@ class Head:
 class Connection:
     """Used by one thread at a time; ``abort`` may come from any. ``OSError`` and ``ProtocolError`` end it."""
 
-    def __init__(self, origin: Origin, connect_s: float, stall_s: float, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        connect_s: float,
+        stall_s: float,
+        context: ssl.SSLContext | None,
+        proxy: Proxy | None = None,
+    ) -> None:
         self.origin = origin
         self.reusable = False
         self._stall_s = stall_s
         self._ahead = b""
-        self._socket = _connect(origin, connect_s, stall_s, context)
+        self._asks = None if proxy is None or origin.secure else proxy
+        self._socket = _connect(origin, connect_s, stall_s, context, proxy)
 
     @property
     def peer(self) -> Any:
-        """The address that the origin's name led to, as ``getpeername`` gives it. Raises ``ConnectionResetError``."""
+        """The address that the origin's name led to (or the proxy's), as ``getpeername`` gives it. Raises
+        ``ConnectionResetError``."""
         try:
             return self._socket.getpeername()
         except OSError as error:  # ENOTCONN, which is no ``ConnectionError``: the server has reset it
@@ -91,6 +101,8 @@ class Connection:
 
     def request(self, method: str, target: str, headers: Mapping[str, str]) -> Head:
         """Send a request without a body and receive the head of its answer."""
+        if self._asks is not None:  # of http a proxy is asked itself, by the whole URL
+            target, headers = f"http://{self.origin.netloc}{target}", {**headers, **self._asks.headers}
         lines = [f"{method} {target} HTTP/1.1", f"Host: {self.origin.netloc}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
@@ -160,11 +172,16 @@ def parse_head(data: bytes) -> Head:
     return Head(int(status), headers)
 
 
-def _connect(origin: Origin, connect_s: float, stall_s: float, context: ssl.SSLContext | None) -> socket.socket:
-    plain = socket.create_connection((origin.host, origin.port), timeout=connect_s)
+def _connect(
+    origin: Origin, connect_s: float, stall_s: float, context: ssl.SSLContext | None, proxy: Proxy | None
+) -> socket.socket:
+    where = (origin.host, origin.port) if proxy is None else (proxy.host, proxy.port)
+    plain = socket.create_connection(where, timeout=connect_s)
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
+            if proxy is not None:
+                proxy.tunnel(plain, origin.host, origin.port)
             secured = context.wrap_socket(plain, server_hostname=origin.host)
             secured.settimeout(stall_s)
             return secured
@@ -182,7 +199,8 @@ def _connect(origin: Origin, connect_s: float, stall_s: float, context: ssl.SSLC
 class Connections:
     """Keep-alive connections of one source, by origin. Thread-safe; as many as threads use it at once."""
 
-    def __init__(self, connect_s: float, stall_s: float) -> None:
+    def __init__(self, connect_s: float, stall_s: float, *, direct: bool = False) -> None:
+        self._direct = direct
         self._connect_s = connect_s
         self._stall_s = stall_s
         self._lock = threading.Lock()
@@ -199,7 +217,8 @@ class Connections:
                 self._busy.add(connection)
                 return connection, True
         context = self._tls_context() if origin.secure else None
-        connection = Connection(origin, self._connect_s, self._stall_s, context)
+        proxy = None if self._direct else proxy_for(origin.secure, origin.host, origin.port)
+        connection = Connection(origin, self._connect_s, self._stall_s, context, proxy)
         with self._lock:
             if not self._closed:
                 self._busy.add(connection)

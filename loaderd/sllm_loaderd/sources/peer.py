@@ -29,5 +29,5 @@ def peer_source(rest: str, token: str) -> HttpSource:
         asked = Asked(method, split_url(url)[1], headers.get("Range", ""), address_of(to))
         return {**headers, "Authorization": authorization(token, asked, time.time())}
 
-    remote = Remote(path_of(f"peer://{rest}"), sign, remedy=_REMEDY)
+    remote = Remote(path_of(f"peer://{rest}"), sign, remedy=_REMEDY, direct=True)
     return HttpSource(f"peer://{rest}", remote, f"http://{address}/models/{digest_hex(digest)}")

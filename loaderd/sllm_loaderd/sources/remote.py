@@ -64,13 +64,15 @@ class Remote:
         remedy: str = "check the credentials",
         limits: RemoteLimits | None = None,
         chance: random.Random | None = None,
+        direct: bool = False,
     ) -> None:
+        """``direct``: also where the environment names a proxy."""
         self.path = path
         self.remedy = remedy
         self.limits = limits or RemoteLimits()
         self.sign = sign
         self._chance = chance or random.Random()
-        self._connections = Connections(self.limits.connect_s, self.limits.stall_s)
+        self._connections = Connections(self.limits.connect_s, self.limits.stall_s, direct=direct)
         self._closed = threading.Event()
 
     def close(self) -> None:

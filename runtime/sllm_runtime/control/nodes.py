@@ -32,7 +32,7 @@ from sllm_runtime.protocol.timeline import SANDBOX
 COMMAND_S: Final = 2.0
 SOURCES_BYTES: Final = MAX_MESSAGE // 4
 """Of all adapters of a start."""
-VALIDATE_S: Final = 60.0
+VALIDATE_S: Final = 45.0
 """Longest wait for a check of all of a model's bytes; it goes on in the node and is asked for again."""
 
 

@@ -110,6 +110,7 @@ class DirectoryVault:
                 file.flush()
                 os.fsync(file.fileno())
             self._rename(new, path)
+            self._sync()
         finally:
             new.unlink(missing_ok=True)
         return _info(path)
@@ -151,6 +152,15 @@ class DirectoryVault:
             (self._directory / name).unlink()
         except FileNotFoundError as error:
             raise SecretNotFound(not_there(name)) from error
+        self._sync()
+
+    def _sync(self) -> None:
+        """Make names that came and went durable: what is acknowledged outlives a power cut, as the state does."""
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def checked(name: str) -> str:

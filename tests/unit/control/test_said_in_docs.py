@@ -17,6 +17,7 @@ from sllm_runtime.control import (
     loop,
     migration,
     models,
+    nodes,
     plan,
     popularity,
     pulling,
@@ -100,3 +101,5 @@ MIGRATION = [
 def test_what_the_control_plane_promises_in_numbers() -> None:
     assert unkept("control.md", CONTROL) == []
     assert unkept("migration.md", MIGRATION) == []
+    # 60 s is what nginx and most load balancers wait for a byte of an answer.
+    assert unkept("http.md", [("while it goes on (after 45 s", 45.0, nodes.VALIDATE_S)]) == []

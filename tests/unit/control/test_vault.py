@@ -115,6 +115,24 @@ async def test_a_value_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeyp
     assert files(tmp_path) == {}
 
 
+async def test_what_was_acknowledged_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name too, and that it has none any more: until its directory is on the disk, neither is."""
+    directory, sync = tmp_path / "secrets", os.fsync
+    on_disk: list[set[str]] = []
+
+    def synced(fd: int) -> None:
+        sync(fd)
+        if os.readlink(f"/proc/self/fd/{fd}") == str(directory):
+            on_disk.append({path.name for path in directory.iterdir()})
+
+    monkeypatch.setattr(os, "fsync", synced)
+    vault = DirectoryVault(directory)
+    await vault.put("token", VALUE)
+    assert on_disk[-1:] == [{"token"}]
+    await vault.remove("token")
+    assert on_disk[-1:] == [set()]
+
+
 async def test_one_value_is_stored_at_a_time(tmp_path: Path) -> None:
     vault, values = DirectoryVault(tmp_path), [b"%d" % number * 1000 for number in range(8)]
     await asyncio.gather(*(vault.put("token", value) for value in values))

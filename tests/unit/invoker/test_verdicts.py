@@ -55,6 +55,18 @@ def test_a_start_whose_fork_server_ended_says_nothing_of_its_function(end: Exit,
     assert (verdict.state, verdict.error.code, verdict.error.stage) == (InstanceState.FAILED, code, "import")
 
 
+def test_an_instance_that_went_with_its_fork_server_is_told_so_and_that_the_kernel_has_killed_for_memory() -> None:
+    """As a start is: whoever reads "an unknown cause" looks in his function for what the node lacks."""
+    verdict = verdicts.died(ORDER, Exit(None, orphaned=True), [], for_memory=True)
+    assert verdict.error is not None
+    assert (verdict.state, verdict.error.code) == (InstanceState.LOST, "instance_lost")
+    assert "fork server ended" in verdict.error.message
+    assert "for lack of memory" in verdict.error.message
+    quiet = verdicts.died(ORDER, Exit(None, orphaned=True), [], for_memory=False)
+    assert quiet.error is not None
+    assert "memory" not in quiet.error.message
+
+
 def peak_of_one_that_reads(nbytes: int) -> int:
     """Bytes that the kernel says a process had at its most which has read so many of somebody else's memory file."""
     fd = os.memfd_create("weights")

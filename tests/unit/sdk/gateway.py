@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sllm_runtime.protocol.errors import CallNotFound, SllmError
@@ -26,6 +26,10 @@ from tests.fixtures.waiting import GIVE_UP_S
 
 CALL = "call-1"
 TOKEN = "secret"
+_PAGE = (
+    "<html>\r\n<head><title>{0} Word</title></head>\r\n<body>\r\n<center><h1>{0} Word</h1></center>\r\n<hr><center>"
+    "nginx/1.22.1</center>\r\n</body>\r\n</html>\r\n"
+)
 
 
 def sse(data: Any, *, id: int | None = None, event: str | None = None) -> str:
@@ -61,6 +65,8 @@ class Answer:
     raw: bytes | None = None
     elsewhere: str | None = None
     """Where a redirect without a body sends, as proxies do."""
+    front: int | None = None
+    """The status of an answer that none of ours wrote: nginx did, in front of it."""
 
 
 @dataclass
@@ -149,6 +155,8 @@ class Gateway:
                 continue
         if answer.raw is not None:
             return Response(answer.raw, 200)
+        if answer.front is not None:
+            return HTMLResponse(_PAGE.format(answer.front), answer.front)
         if answer.elsewhere is not None:
             return Response(status_code=308, headers={"Location": answer.elsewhere})
         own = {"Sllm-Call-Id": CALL} if request.url.path.startswith(("/fn/", "/v1/")) else {}

@@ -528,6 +528,26 @@ def test_who_sends_elsewhere_has_done_nothing(gateway: Gateway, call: Calls, str
             assert (caught.value.code, caught.value.retryable) == ("http_error", False)
 
 
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (413, r"takes no body of this size \(nginx: client_max_body_size\)"),
+        (502, "had no answer of one; it may have been done"),
+        (504, "had no answer of one in time; .* a stream is never silent"),
+    ],
+)
+def test_what_stands_in_front_of_gateways_is_no_wrong_url(
+    status: int, told: str, gateway: Gateway, call: Calls, stream: Streams
+) -> None:
+    gateway.will(Answer(front=status))
+    for attempt in (call, stream):
+        with pytest.raises(SllmError, match=f"HTTP {status}: .* {told}") as caught:
+            attempt("chat")
+        assert (caught.value.code, caught.value.retryable) == ("http_error", status != 413)
+        assert not [word for word in ("<", "\n", "URL") if word in caught.value.message]
+    assert len(gateway.asked) == 2  # a call may have run
+
+
 def test_leaving_early_cancels_the_call(gateway: Gateway) -> None:
     gateway.will(Answer((sse("a", id=0),), hangs=True))
     with Client() as client, closing(client.stream("chat", {})) as values:
@@ -768,6 +788,18 @@ def test_an_operation_that_was_heard_and_not_answered_is_asked_of_the_next(
     with Client(timeout=0.5) as client:
         client.operation(f"{API}/models", {"uri": "x"}, again_s=2.0)
     assert (len(gateway.asked), len(other.asked)) == (1, 1)
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_an_operation_whose_gateway_dies_behind_a_proxy_is_sent_again(gateway: Gateway, status: int) -> None:
+    """The proxy answers, since it is there; its next gateway is asked by the same URL."""
+    gateway.will(Answer(front=status), Answer(front=status), Answer((sse({"ok": 1}, event="done"), DONE)))
+    with Client() as client:
+        client.operation(f"{API}/models", {"uri": "x"}, again_s=GIVE_UP_S)
+        gateway.will(Answer(front=status))
+        with pytest.raises(SllmError, match=f"HTTP {status}"):
+            client.operation(f"{API}/models", {"uri": "x"})
+    assert len(gateway.asked) == 4
 
 
 def test_a_silence_longer_than_what_is_waited_for_has_an_end(gateway: Gateway, other: Gateway) -> None:

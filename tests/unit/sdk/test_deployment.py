@@ -121,6 +121,14 @@ def test_a_deployment_goes_on_whose_gateway_dies_as_the_bundle_is_sent(gateway: 
     assert len(gateway.bundles) == 1
 
 
+def test_a_deployment_goes_on_whose_gateway_dies_behind_a_proxy(gateway: Gateway, file: Path) -> None:
+    """As ``test_a_deployment_goes_on_whose_gateway_dies_as_the_bundle_is_sent``: the proxy's answer is no gateway's."""
+    gateway.looks[:] = [502] * 4
+    with Client() as client:
+        assert load.one(str(file)).deploy(client=client).version == 1
+    assert len(gateway.bundles) == 1
+
+
 def test_an_upload_does_not_wait_for_room(gateway: Gateway, file: Path) -> None:
     gateway.refused[:] = [StoreFull("no room")] * 3
     with Client() as client, pytest.raises(StoreFull, match="no room"):

@@ -103,6 +103,16 @@ def test_what_a_worker_inherits(worker: Worker, tmp_path: Path) -> None:
     assert not seen["handed on"], "the socket to the invoker is for nothing that it starts"
 
 
+def test_where_memory_is_short_the_kernel_takes_a_worker_before_what_all_of_them_need(
+    zygote: Zygote, worker: Worker
+) -> None:
+    """By what it counts, loaderd (all of the pool) and the fork server have more than most workers: with either all
+    instances of a node would go, and who took the memory might stay."""
+    process = zygote.process.pid
+    one, all_of_them = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (worker.pid, process))
+    assert one > all_of_them
+
+
 def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) -> None:
     """Then it says so, and a worker that is forked from then on has everything."""
     zygote.wait_ready()

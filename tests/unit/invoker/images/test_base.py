@@ -29,6 +29,9 @@ class Store:
 
     def __init__(self) -> None:
         self.images: dict[str, object] = {}
+        self.built = asyncio.Event()
+        """Cleared by who wants builds to take until it is set."""
+        self.built.set()
 
     async def has_image(self, reference: str) -> bool:
         return reference in self.images
@@ -42,7 +45,7 @@ class Store:
 
     async def build_image(self, reference: str, context: Path) -> None:
         assert reference not in self.images
-        await asyncio.sleep(0)  # whoever came at the same time has its turn
+        await self.built.wait()
         self.images[reference] = described(context)
 
     async def prune(self) -> None:
@@ -84,10 +87,15 @@ async def test_it_is_made_of_two_layers_once_however_many_ask(tmp_path: Path, pr
     store, scratch = Store(), tmp_path / "images"
     told: list[str] = []
     nodes = [Base(store, scratch, {}, producer) for _ in range(3)]
+
+    def tell(step: str) -> None:
+        told.append(step)
+        if len(told) == 4:
+            store.built.set()  # now that the others wait
+
+    store.built.clear()
     async with asyncio.timeout(GIVE_UP_S):
-        for node in nodes:
-            await node.digests()  # so that none of them comes when another has made it already
-        names = await asyncio.gather(*(node.ensure(told.append) for node in nodes))
+        names = await asyncio.gather(*(node.ensure(tell) for node in nodes))
     reference, system = f"localhost/sllm-base:{'b' * 32}", f"localhost/sllm-system:{'a' * 32}"
     assert set(names) == {reference}
     assert set(store.images) == {reference, system}

@@ -10,6 +10,7 @@ from sllm_invoker.images import base, places
 from sllm_invoker.images.base import Base
 from sllm_invoker.images.functions import FunctionImages
 from sllm_runtime.protocol.errors import ImageFailed
+from tests.fixtures.waiting import GIVE_UP_S
 from tests.unit.invoker.images.test_base import PRODUCER, Store
 
 MADE = f"localhost/sllm-base:{'b' * 32}"
@@ -39,7 +40,15 @@ async def test_requirements_are_one_layer_over_it_made_once_in_whatever_order(
 ) -> None:
     told: list[str] = []
     asked = (["flask>=3", "Jinja2"], ["jinja2", "flask>=3"], ["flask>=3", "jinja2"])
-    (reference,) = set(await asyncio.gather(*(images.ensure(None, each, told.append) for each in asked)))
+
+    def tell(step: str) -> None:
+        told.append(step)
+        if len(told) == len(asked):
+            store.built.set()  # now that the others wait
+
+    store.built.clear()
+    async with asyncio.timeout(GIVE_UP_S):
+        (reference,) = set(await asyncio.gather(*(images.ensure(None, each, tell) for each in asked)))
     assert reference.startswith(f"{places.REPOSITORY}-function:")
     assert store.images[reference] == (places.over(MADE, base.LAYER, "function"), ["requirements"])
     assert told.count("requirements: flask>=3, jinja2") == 1
