@@ -52,14 +52,22 @@ class Decisions:
         while True:
             await self._some.wait()
             await asyncio.sleep(PACE_S)
-            name = next(iter(self._waiting))
-            decided = self._waiting.pop(name)
-            try:
-                self._tell(name, *decided)
-            except Exception:  # what is told to people is no reason for a controller to end
-                log.exception("the decision on %s is not recorded", name)
+            self._tell_next()
             if not self._waiting:
                 self._some.clear()
+
+    def tell_all(self) -> None:
+        """What waits, at once: this controller ends in order."""
+        while self._waiting:
+            self._tell_next()
+
+    def _tell_next(self) -> None:
+        name = next(iter(self._waiting))
+        decided = self._waiting.pop(name)
+        try:
+            self._tell(name, *decided)
+        except Exception:  # what is told to people is no reason for a controller to end
+            log.exception("the decision on %s is not recorded", name)
 
     def _tell(self, name: str, decided: Past, at: float) -> None:
         now = self._history.of(name) or decided

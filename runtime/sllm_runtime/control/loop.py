@@ -251,6 +251,8 @@ class Loop:
         finally:
             # Not a TaskGroup: on Python 3.11 a write that ends as it is cancelled swallows the cancellation.
             await self._running.close()
+            if self._may_act():
+                self._decisions.tell_all()
             await self._commands.close()
 
     def _end(self, error: BaseException) -> None:
