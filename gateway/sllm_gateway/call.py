@@ -66,6 +66,8 @@ class Marks:
     first: float | None = None
     last: float | None = None
     failed: float | None = None
+    again: float | None = None
+    """Since when it waits for an instance anew, having had one."""
     read: float = 0.0
     """When its reader last got rid of something."""
     heard: float = 0.0
@@ -221,6 +223,7 @@ class Call:
         self.go(CallState.QUEUED)
         self.of_before = self.buffered
         self.due = now
+        self.marks.again = now if self.marks.again is None else self.marks.again
 
     def begin_again(self, now: float) -> None:
         """Back to the queue: what came of it until now, of which its caller has seen nothing, is thrown away."""

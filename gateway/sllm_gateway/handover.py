@@ -131,6 +131,7 @@ class Handover:
         if not call.over:
             call.attempts += 1
             call.marks.waited = 0.0  # should it have to wait again
+            call.marks.again = None
             call.numerics = call.numerics or binding.entry.fingerprint
             call.exact = call.exact and binding.entry.exact
             call.go(CallState.RUNNING)

@@ -29,7 +29,9 @@ def spans(call: Call, now: float | None = None) -> tuple[Span, ...]:
     failed, what it waits for lasts until ``now``, or until it failed."""
     marks, begin = call.marks, call.order.accepted
     until = None if marks.first is not None or call.state is CallState.SUCCEEDED else (marks.failed or now)
-    queued = until if until is not None and not call.attempts else marks.sent
+    again = marks.again if until is not None and call.attempts else None
+    waits = not call.attempts or (again is not None and again < marks.sent)  # asked anew
+    queued = until if until is not None and waits else marks.sent
     sent = (queued - begin) * 1e3
     found = [Span(QUEUE, 0.0, sent)]
     if marks.started is not None and marks.started.spans:
@@ -45,8 +47,11 @@ def spans(call: Call, now: float | None = None) -> tuple[Span, ...]:
         before = next((at for at, span in enumerate(found) if at and span.name not in _BESIDE), len(found))
         found[before:before] = _from_here(coming)
         found += [span for span in more if span.name != WEIGHTS]
-    if until is not None and call.attempts and all(span.name != FIRST_TOKEN for span in found):
-        found.append(Span(FIRST_TOKEN, sent, (until - begin) * 1e3 - sent))
+    if until is not None and not waits and all(span.name != FIRST_TOKEN for span in found):
+        had = (until if again is None else again) - begin
+        found.append(Span(FIRST_TOKEN, sent, had * 1e3 - sent))
+        if again is not None:
+            found.append(Span(QUEUE, had * 1e3, (until - again) * 1e3))
     return tuple(found)
 
 

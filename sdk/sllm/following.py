@@ -109,7 +109,8 @@ class Losing:
     def wait(self, error: SllmError, trace: Trace, began: float, now: float) -> float:
         """Seconds to wait before it is sent again. Raises ``error`` where that is the answer, or the time is over; what
         had gone on for longer than that is lost anew."""
-        if self._since is None or now - began > self.again_s:
+        went_on = now - began > self.again_s and not of_a_proxy(error)  # of which nothing has come
+        if self._since is None or went_on:
             self._since = now
         has_no_answer = trace.broken or trace.gateway is None or of_a_proxy(error)
         if not has_no_answer or now - self._since >= self.again_s:

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from sllm_runtime.control.deletion import CLOCKS_S
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, events, live, view, wait, wait_cold, worker_of
@@ -28,6 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform"), controllers=2) as running:
         deploy(running, "slow_stream", keep_alive=300)
         deploy(running, "kinds::awaited", name="cold", keep_alive=0)
+        deploy(running, "kinds::awaited", name="goes")
         yield running
 
 
@@ -137,7 +140,8 @@ def ready(cluster: Cluster, name: str) -> set[str]:
 
 def test_whatever_is_asked_while_the_leader_changes_is_waited_for_and_done(cluster: Cluster) -> None:
     """Each of them failed at once: nobody served it."""
-    deploy(cluster, "kinds::awaited", name="goes")
+    made = view(cluster, "goes").versions[0].created
+    wait(lambda: time.time() > made + CLOCKS_S, "what was there when it is asked for is no matter of two clocks")
     asked: tuple[tuple[str, str, dict[str, object] | None], ...] = (
         ("POST", "/nodes/n1/cordon", None),
         ("POST", "/functions/cold/rollback", {"version": 1}),

@@ -42,7 +42,9 @@ class Proxy:
 def proxy_for(secure: bool, host: str, port: int) -> Proxy | None:
     """``None``: it is asked directly, as this machine always is. Raises ``OSError`` for one that cannot be used."""
     found = getproxies_environment()
-    address = found.get("https" if secure else "http") or found.get("all")
+    own, every = found.get("https" if secure else "http"), found.get("all", "")
+    usable = "://" not in every or every.lower().startswith("http://")  # boto3, for one, does not look at it
+    address = own or (every if usable else "")
     if not address or _here(host) or proxy_bypass(f"{host}:{port}", found):
         return None
     try:

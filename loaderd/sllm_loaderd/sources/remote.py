@@ -86,6 +86,8 @@ class Remote:
         if head.status not in _NO_HEAD:
             return head
         head = self._asked("GET", url, self._no_rest, {"Range": "bytes=0-0"})[0]
+        if head.status == _NO_BYTE:  # what else it says is of the text that it sends instead
+            return Head(head.status, {"content-length": "0", "etag": head.headers.get("etag", "")})
         total = head.headers.get("content-range", "").rpartition("/")[2] or head.headers.get("content-length", "")
         return Head(head.status, {**head.headers, "content-length": total})
 
@@ -191,7 +193,7 @@ class Remote:
             if head.status in MOVED and len(where) <= self.limits.redirects:
                 connection.reusable = connection.reusable and head.length == 0
                 where.append(urljoin(where[-1], head.headers.get("location", "")))
-            elif not _answers(method, head):
+            elif not _answers(method, head, ranged="Range" in headers):
                 raise self.refuse(connection, head, method, url)
             else:
                 found.append((head, take(connection, head)))
@@ -208,7 +210,7 @@ def _no_body(connection: Connection, head: Head) -> bytes:
     return b""
 
 
-def _answers(method: str, head: Head) -> bool:
-    """Whether that says what was asked for."""
-    nothing = head.status == _NO_BYTE and head.headers.get("content-range", "").endswith("*/0")
+def _answers(method: str, head: Head, *, ranged: bool) -> bool:
+    """Whether that says what was asked for; ``ranged``: of its first byte, which every object has but an empty one."""
+    nothing = head.status == _NO_BYTE and ranged
     return head.status in (200, 206) or nothing or (method == "HEAD" and head.status in _NO_HEAD)

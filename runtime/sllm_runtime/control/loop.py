@@ -47,6 +47,9 @@ time is for those that ask."""
 STUCK_S: Final = 10.0
 """Between two reports of a bug that keeps plans from being made."""
 REFUSED_S: Final = 1.0
+UNSURE_S: Final = 1.75
+"""Not sure for so long it may have heard nothing either: NATS stood still for SURE_S before that, and a silence that is
+to count takes LOST_AFTER_S. For less the store alone was slow, by which no report comes."""
 MOST_UNTOLD: Final = 10_000
 """Events that wait until it is sure that it leads."""
 
@@ -260,13 +263,13 @@ class Loop:
             self._ended.set_exception(error)
 
     async def _steps(self) -> None:
-        due, was_sure = time.monotonic(), True
+        due, unsure = time.monotonic(), math.inf
         while True:
             now, used = time.monotonic(), time.thread_time()
             sure = self._may_act()
-            if now - due > limits.STALL_S or (sure and not was_sure):  # NATS stood still, and so did reports
+            if now - due > limits.STALL_S or (sure and now - unsure > UNSURE_S):  # NATS stood still, and so did reports
                 self.listening_again()
-            was_sure = sure
+            unsure = math.inf if sure else min(unsure, now)
             self._wake.clear()
             self._tell_untold()
             more = sure and self._step()

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -132,11 +133,12 @@ async def test_no_silence_counts_from_while_it_was_not_sure_to_lead(
     monkeypatch.setattr(own, "_may_act", is_sure)
     planned = Planned(bench, monkeypatch, lambda: True)
     await planned.so_many(3)
-    sure = False
-    planned.clock.works(0.1)
-    before, heard = asked, planned.since[-1]
-    own._wake.set()
-    await until(lambda: asked > before, what="it is not sure")
+    sure, heard = False, planned.since[-1]
+    for _ in range(25):  # longer than UNSURE_S
+        planned.clock.works(0.1)
+        before = asked
+        own._wake.set()
+        await until(lambda before=before: asked > before + 1, what="it is not sure")  # type: ignore[misc]
     made = len(planned.since)
     sure = True
     own._wake.set()
@@ -213,3 +215,33 @@ async def test_what_who_is_not_sure_to_lead_hears_of_is_told_once_it_is(
         return lost in [(event.kind, event.instance) for event in await stored_events(bench)]
 
     await until(told, what="it leads all the same")
+
+
+async def test_a_node_that_dies_is_silent_also_where_each_renewal_takes_a_second(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RENEW_S 0.4, SURE_S 1.5: sure for 0.5 s and not for 0.9 s in turns. Reports come by no store, all the while."""
+    own, sure, asked = bench.controller.loop, True, 0
+
+    def is_sure() -> bool:
+        nonlocal asked
+        asked += 1
+        return sure
+
+    monkeypatch.setattr(own, "_may_act", is_sure)
+    planned = Planned(bench, monkeypatch, lambda: True)
+    await planned.so_many(3)
+
+    async def goes_on(ticks: int) -> None:
+        for _ in range(ticks):
+            planned.clock.works(0.1)
+            before = asked
+            own._wake.set()
+            await until(partial(lambda before: asked > before + 2, before), what="it looked")
+
+    for _ in range(10):  # 14 s
+        sure = False
+        await goes_on(9)
+        sure = True
+        await goes_on(5)
+    assert own.view.silent("dead", planned.clock.now), "it has said nothing for 14 s"

@@ -116,6 +116,6 @@ async def test_a_trial_whose_secrets_never_come_has_an_end(
     async with ScriptedNode(await nats.bus("n2"), "n2") as other:
         await until(lambda: "n2" in bench.controller.loop.view.nodes, what="both nodes are known")
         with pytest.raises(SllmError, match="secrets cannot be read"):
-            await asyncio.wait_for(bench.gateway.deploy(manifest(secrets=["token"], queue_timeout=1)), 20)
+            await asyncio.wait_for(bench.gateway.deploy(manifest(secrets=["token"], queue_timeout=4)), 30)
         assert not bench.node.starts
         assert not other.starts

@@ -13,6 +13,7 @@ from sllm_gateway.call import Call, Marks, Order
 from sllm_gateway.timing import spans
 from sllm_runtime.protocol.frames import End
 from sllm_runtime.protocol.records import Route, RouteEntry
+from sllm_runtime.protocol.states import CallState
 from sllm_runtime.protocol.timeline import Span
 
 START = (Span("sandbox", 0.0, 5.0), Span("import", 5.0, 10.0), Span("setup", 15.0, 5.0))
@@ -104,3 +105,15 @@ def test_the_parts_of_a_call_add_up_to_it(ready: float, behind: float) -> None:
         assert after.at == pytest.approx(span.at + span.ms, abs=1e-6)
     assert made.marks.last is not None
     assert sum(span.ms for span in found) == pytest.approx((made.marks.last - 100.0) * 1e3, abs=1e-6)
+
+
+def test_a_call_that_begins_again_waits_in_the_queue() -> None:
+    """``retries=1``: its instance died after half a second, and nobody has room for it since."""
+    made = Call(Order("c", cast(Any, None), "fn", True, b"", 0, 100.0), Marks(route=cast(Route, None), sent=100.0))
+    made.attempts = 1
+    made.go(CallState.RUNNING)
+    made.begin_again(100.5)
+    for failed in (None, 160.0):
+        made.marks.failed = failed
+        assert spans(made, 160.0)[-1] == Span("queue", 500.0, 59500.0)
+    assert sum(span.ms for span in spans(made, 160.0)) == 60000.0

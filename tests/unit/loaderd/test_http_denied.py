@@ -12,6 +12,8 @@ from tests.fixtures.loaderd import numbers_model
 from tests.fixtures.range_server import RangeServer, range_server
 from tests.unit.loaderd.test_origins import store
 
+XML = b"<Error><Code>InvalidRange</Code><ActualObjectSize>0</ActualObjectSize></Error>"
+
 
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_server_that_refuses_what_is_not_there(
@@ -48,22 +50,32 @@ def test_a_server_that_answers_no_head(tmp_path: Path, status: int, monkeypatch:
     assert (there.digest, there.fingerprint) == (known.digest, known.fingerprint)
 
 
-def test_an_empty_file_where_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3 and nginx answer a range of an empty object with 416."""
+@pytest.mark.parametrize("said", [{"Content-Range": "bytes */0"}, {}], ids=["range", "bare"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "length"])
+def test_an_empty_file_as_s3_says_it(
+    tmp_path: Path, said: dict[str, str], chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3's errors have a body, and come in chunks; RFC 9110 has it that 416 SHOULD say the length, S3's XML does."""
     numbers_model(tmp_path / "served" / "m")
     (tmp_path / "served" / "m" / "merges.txt").write_bytes(b"")
     with store(tmp_path / "store") as models, range_server(tmp_path / "served") as server:
         handler = server.RequestHandlerClass
         get = handler.do_GET  # type: ignore[attr-defined]
 
-        def as_servers_do(self: Any) -> None:
-            if self.path.endswith("merges.txt") and self.headers.get("Range"):
-                self.answer(416, b"", {"Content-Range": "bytes */0"}, body=True)
-            else:
+        def as_s3(self: Any) -> None:
+            if not (self.path.endswith("merges.txt") and self.headers.get("Range")):
                 get(self)
+            elif not chunked:
+                self.answer(416, XML, said, body=True)
+            else:
+                self.send_response(416)
+                for name, value in {**said, "Transfer-Encoding": "chunked"}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(XML), XML))
 
         monkeypatch.setattr(handler, "do_HEAD", lambda self: self.answer(403, b"", {}, body=False))
-        monkeypatch.setattr(handler, "do_GET", as_servers_do)
+        monkeypatch.setattr(handler, "do_GET", as_s3)
         with models.staging() as staging:
             assert bring(f"{server.url}/m", staging, models.cache, "").digest
 

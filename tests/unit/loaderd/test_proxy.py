@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from sllm_loaderd.sources import Entry
+from sllm_loaderd.sources import Entry, proxies
 from sllm_loaderd.sources.attempts import RemoteLimits
 from sllm_loaderd.sources.peer import peer_source
 from sllm_loaderd.sources.remote import Remote
@@ -177,3 +177,17 @@ def test_other_nodes_are_asked_directly(proxy: Proxy, monkeypatch: pytest.Monkey
         source.entries()
     source.close()
     assert proxy.asked == []
+
+
+def test_a_proxy_for_all_that_is_none_of_http_keeps_nobody_from_what_is_reached_without(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 does not look at ALL_PROXY: until the release before, bytes of S3 and of http came, and lists of S3 do."""
+    monkeypatch.delenv("HTTPS_PROXY")
+    monkeypatch.delenv("HTTP_PROXY")
+    monkeypatch.setenv("ALL_PROXY", "socks5h://127.0.0.1:9")
+    monkeypatch.setattr(proxies, "_here", lambda host: False)
+    data = random.Random(1).randbytes(SIZE)
+    (tmp_path / "weights.bin").write_bytes(data)
+    with range_server(tmp_path) as server:
+        assert read(f"{server.url}/weights.bin") == data

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sllm import Client, bundle, deployment
-from sllm.answers import Trace
+from sllm.answers import Trace, error_from
 from sllm.cli import load
 from sllm.following import Losing
 from sllm.gateways import Gateways
 from sllm.profiles import Profile
-from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, StoreFull, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, SllmError, StoreFull, Unavailable
 from sllm_runtime.protocol.http import DeployResult, ProgressView
 from tests.fixtures.modules import own_modules
 from tests.fixtures.waiting import GIVE_UP_S
@@ -182,3 +182,16 @@ def test_a_deployment_that_stays_lost_is_given_up() -> None:
         losing.wait(lost, broken, 214.5, 215.5)
     with pytest.raises(NoCapacity, match="its answer"):
         Losing(losing.gateways, 15.0).wait(NoCapacity("its answer"), Trace(gateway="http://a"), 0.0, 1.0)
+
+
+def test_a_proxy_that_has_no_answer_in_time_is_not_asked_for_ever() -> None:
+    """Its gateways drop what it sends (no power, a firewall): nginx says 504 after its 60 s, again and again."""
+    losing, silent = Losing(Gateways(("https://proxy",)), 15.0), error_from(504, {}, b"<h1>504 Gateway Time-out</h1>")
+
+    def ask(began: float) -> float:
+        """When it is asked again."""
+        return began + 60.0 + losing.wait(silent, Trace(gateway="https://proxy"), began, began + 60.0)
+
+    again = ask(0.0)
+    with pytest.raises(SllmError, match="HTTP 504"):
+        ask(again)
