@@ -19,6 +19,7 @@ from sllm_gateway.open_calls import OpenCalls
 from sllm_gateway.settings import GatewaySettings
 from sllm_gateway.starts import PROGRESS_EVERY_S, Starts
 from sllm_gateway.table import Version
+from sllm_runtime.platform.hearing import Hearing
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import InstanceLost, SllmError
 from sllm_runtime.protocol.node import Progress
@@ -84,17 +85,15 @@ class Timers:
 
     async def run(self) -> None:
         """Until it is cancelled; it sleeps while there is no call."""
-        before = word = self._clock()
-        heard = self._link.heard
+        before = self._clock()
+        hearing = Hearing(self._link.heard, before)
         while True:
             if not self._calls:
                 await self._calls.some.wait()
-                before = word = self._clock()
+                before = self._clock()
             await asyncio.sleep(TICK_S)
             now = self._clock()
-            if self._link.heard != heard:
-                heard, word = self._link.heard, now
-            if now - before > limits.STALL_S or now - word > limits.DEAF_S:
+            if hearing.deaf(self._link.heard, now) or now - before > limits.STALL_S:
                 self._forgive(now)
             self.tick(now, now - before)
             before = now

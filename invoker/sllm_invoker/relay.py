@@ -13,6 +13,7 @@ from typing import Final, Literal, Protocol
 from sllm_invoker.call import Call, Key
 from sllm_invoker.gateway_link import GatewayLink, Line
 from sllm_invoker.turns import Turns
+from sllm_runtime.platform.hearing import Hearing
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol import limits
 from sllm_runtime.protocol.errors import ErrorBody, GatewaySilent, ProtocolError
@@ -110,8 +111,8 @@ class Relay:
         """Since when a link has nothing to do."""
         self._cancelled: dict[Key, float] = {}
         self._over: dict[Key, float] = {}
-        self._began = self._ticked = self._word = clock()
-        self._heard = 0
+        self._began = self._ticked = clock()
+        self._hearing = Hearing(0, self._began)
         self._connected_since: float | None = clock()
 
     @property
@@ -236,9 +237,7 @@ class Relay:
     def tick(self, heard: int = 0) -> None:
         """Beats, repetitions, and what has waited too long. ``heard``: as ``Bus.heard``."""
         now = self._clock()
-        if heard != self._heard:
-            self._heard, self._word = heard, now
-        stalled = now - self._ticked > limits.STALL_S or (heard > 0 and now - self._word > limits.DEAF_S)
+        stalled = now - self._ticked > limits.STALL_S or (heard > 0 and self._hearing.deaf(heard, now))
         self._ticked = now
         for memory in (self._cancelled, self._over):
             _outdate(memory, now - REMEMBER_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -18,11 +18,12 @@ import xxhash
 from sllm_loaderd.convert.execution import execution_plan
 from sllm_loaderd.convert.plan import StoragePlan, alias_records, plan_storage
 from sllm_loaderd.convert.safetensors import MAX_HEADER, parse_header, torch_tensors
-from sllm_loaderd.convert.shards import check_shards, decode_shard_index
+from sllm_loaderd.convert.shards import check_shards, weights_of
 from sllm_loaderd.convert.source import SourceTensor
-from sllm_loaderd.files import MAX_SMALL_FILE, ONE_FILE, SHARD_INDEX, is_small_file, sync_directory, write_durable
+from sllm_loaderd.files import MAX_SMALL_FILE, is_small_file, sync_directory, write_durable
 from sllm_loaderd.layout import MIN_BLOCK, place
 from sllm_loaderd.sources import Entry, Source
+from sllm_loaderd.sources.listing import read_whole
 from sllm_runtime.protocol.checkpoint import (
     BLOCK_ALIGN,
     INDEX_NAME,
@@ -101,29 +102,16 @@ def _take_small_files(source: Source, entries: Sequence[Entry], target: Path) ->
     records = []
     for entry in entries:
         if is_small_file(entry.name):
-            data = _read_whole(source, entry, MAX_SMALL_FILE)
+            data = read_whole(source, entry, MAX_SMALL_FILE)
             write_durable(target / entry.name, data)
             records.append(FileRecord(entry.name, len(data), hashlib.sha256(data).hexdigest()))
     return tuple(records)
 
 
-def _read_whole(source: Source, entry: Entry, most: int) -> bytes:
-    if entry.nbytes > most:
-        raise InvalidCheckpoint(f"{entry.name} has {entry.nbytes} bytes, above the limit of {most}", field=entry.name)
-    data = bytearray(entry.nbytes)
-    with contextlib.closing(source.open(entry)) as opened:
-        opened.read(memoryview(data), 0)
-    return bytes(data)
-
-
 def _read_headers(source: Source, entries: Sequence[Entry], progress: Callable[[int, int], None] | None) -> _Files:
     by_name = {entry.name: entry for entry in entries}
-    wanted: Mapping[str, str] | None = None
-    names = sorted(name for name in by_name if name.endswith(".safetensors"))
-    if ONE_FILE in by_name:  # as in a conversion (``source_files``)
-        names = [ONE_FILE]
-    elif SHARD_INDEX in by_name:
-        wanted, names = decode_shard_index(_read_whole(source, by_name[SHARD_INDEX], MAX_INDEX), SHARD_INDEX)
+    chosen = weights_of(by_name, lambda name: read_whole(source, by_name[name], MAX_INDEX))
+    wanted, names = chosen or (None, sorted(name for name in by_name if name.endswith(".safetensors")))
     if not names:
         raise UnsupportedModel(f"{source.uri} has no safetensors, which alone are loaded without a conversion")
     found = _Files()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 import msgspec
 
-from sllm_loaderd.files import plain_name
+from sllm_loaderd.files import ONE_FILE, SHARD_INDEX, plain_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 
 
@@ -31,6 +31,17 @@ def decode_shard_index(data: bytes, name: str) -> tuple[dict[str, str], list[str
     if not files:
         raise InvalidCheckpoint(f"{name} names no shard", field=name)
     return wanted, files
+
+
+def weights_of(
+    names: Container[str], read: Callable[[str], bytes]
+) -> tuple[Mapping[str, str] | None, list[str]] | None:
+    """Which safetensors are read of the files that a model has, as ``formats.source_files`` chooses: its one file, else
+    those that its index names, with the file of each tensor. None: neither is there. ``read`` gives the index.
+    Raises ``InvalidCheckpoint``."""
+    if ONE_FILE in names:
+        return None, [ONE_FILE]
+    return decode_shard_index(read(SHARD_INDEX), SHARD_INDEX) if SHARD_INDEX in names else None
 
 
 def check_shards(wanted: Mapping[str, str], found: Mapping[str, str]) -> None:

@@ -16,10 +16,9 @@ from typing import Final, Protocol
 
 import msgspec
 
-from sllm_loaderd.convert.shards import decode_shard_index
+from sllm_loaderd.convert.shards import weights_of
 from sllm_loaderd.files import (
     FULL,
-    ONE_FILE,
     SHARD_INDEX,
     chunk_digest,
     gguf_parts,
@@ -29,6 +28,7 @@ from sllm_loaderd.files import (
 )
 from sllm_loaderd.reader import ByteSource
 from sllm_loaderd.sources import Entry, Source
+from sllm_loaderd.sources.listing import read_whole
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, MAX_INDEX
 from sllm_runtime.protocol.errors import Conflict, InvalidCheckpoint, SllmError, Unavailable
 from sllm_runtime.protocol.limits import MIB
@@ -69,20 +69,15 @@ def resolve(
 
 def needed(source: Files, entries: Sequence[Entry]) -> list[Entry]:
     """Those of a model's files that are read: beside safetensors many have the same weights again, in one file
-    (``consolidated.safetensors``) or as ``.bin``. As ``convert.formats.source_files`` chooses."""
+    (``consolidated.safetensors``) or as ``.bin``. As ``convert.shards.weights_of`` chooses."""
     by_name = {entry.name: entry for entry in entries}
     if "adapter_config.json" in by_name or INDEX_NAME in by_name:
         return list(entries)
-    if ONE_FILE in by_name:
-        names = {ONE_FILE}
-    elif SHARD_INDEX in by_name and by_name[SHARD_INDEX].nbytes <= MAX_INDEX:
-        data = bytearray(by_name[SHARD_INDEX].nbytes)
-        with contextlib.closing(source.open(by_name[SHARD_INDEX])) as opened:
-            opened.read(memoryview(data), 0)
-        names = {SHARD_INDEX, *decode_shard_index(bytes(data), SHARD_INDEX)[1]}
-    else:
+    found = weights_of(by_name, lambda name: read_whole(source, by_name[name], MAX_INDEX))
+    if found is None:
         _require_one(source, [entry.name for entry in entries if not is_small_file(entry.name)])
         return list(entries)
+    names = {*found[1], SHARD_INDEX} if found[0] is not None else set(found[1])
     return [entry for entry in entries if entry.name in names or is_small_file(entry.name)]
 
 

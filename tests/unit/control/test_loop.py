@@ -64,6 +64,30 @@ class Planned:
         await until(lambda: len(self.since) >= count)
 
 
+class Lead:
+    """In place of what says whether it leads; at first it is sure."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+        self._loop, self._clock, self._sure, self._asked = bench.controller.loop, clock, True, 0
+        monkeypatch.setattr(self._loop, "_may_act", self._is)
+
+    def _is(self) -> bool:
+        self._asked += 1
+        return self._sure
+
+    async def is_sure(self, sure: bool, seconds: float) -> None:
+        """For so long, looked at every 0.1 s of them."""
+        self._sure = sure
+        for _ in range(round(seconds / 0.1)):
+            self._clock.works(0.1)
+            before = self._asked
+            self._loop._wake.set()
+            await until(partial(self._asked_since, before + 2), what="it looked")
+
+    def _asked_since(self, count: int) -> bool:
+        return self._asked > count
+
+
 @pytest.mark.parametrize("took", [0.0, 1.5 * loop.LONG_S], ids=["more of the same", "one that took long"])
 async def test_between_plans_that_follow_at_once_others_have_their_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, took: float
@@ -123,25 +147,13 @@ async def test_no_silence_counts_from_while_it_was_not_sure_to_lead(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NATS stood still: the proof that it leads may be the first that comes, before any node's report."""
-    own, sure, asked = bench.controller.loop, True, 0
-
-    def is_sure() -> bool:
-        nonlocal asked
-        asked += 1
-        return sure
-
-    monkeypatch.setattr(own, "_may_act", is_sure)
     planned = Planned(bench, monkeypatch, lambda: True)
+    lead = Lead(bench, monkeypatch, planned.clock)
     await planned.so_many(3)
-    sure, heard = False, planned.since[-1]
-    for _ in range(25):  # longer than UNSURE_S
-        planned.clock.works(0.1)
-        before = asked
-        own._wake.set()
-        await until(lambda before=before: asked > before + 1, what="it is not sure")  # type: ignore[misc]
+    heard = planned.since[-1]
+    await lead.is_sure(False, 2.5)  # longer than UNSURE_S
     made = len(planned.since)
-    sure = True
-    own._wake.set()
+    await lead.is_sure(True, 0.1)
     await planned.so_many(made + 3)
     assert len(set(planned.since[:made])) == 1
     assert {heard} < {*planned.since[made:], heard}
@@ -221,27 +233,11 @@ async def test_a_node_that_dies_is_silent_also_where_each_renewal_takes_a_second
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RENEW_S 0.4, SURE_S 1.5: sure for 0.5 s and not for 0.9 s in turns. Reports come by no store, all the while."""
-    own, sure, asked = bench.controller.loop, True, 0
-
-    def is_sure() -> bool:
-        nonlocal asked
-        asked += 1
-        return sure
-
-    monkeypatch.setattr(own, "_may_act", is_sure)
     planned = Planned(bench, monkeypatch, lambda: True)
+    lead = Lead(bench, monkeypatch, planned.clock)
     await planned.so_many(3)
 
-    async def goes_on(ticks: int) -> None:
-        for _ in range(ticks):
-            planned.clock.works(0.1)
-            before = asked
-            own._wake.set()
-            await until(partial(lambda before: asked > before + 2, before), what="it looked")
-
-    for _ in range(10):  # 14 s
-        sure = False
-        await goes_on(9)
-        sure = True
-        await goes_on(5)
-    assert own.view.silent("dead", planned.clock.now), "it has said nothing for 14 s"
+    for _ in range(5):  # 7 s
+        await lead.is_sure(False, 0.9)
+        await lead.is_sure(True, 0.5)
+    assert bench.controller.loop.view.silent("dead", planned.clock.now), "it has said nothing for 7 s"
