@@ -79,6 +79,7 @@ class Handover:
         except DeadlineExceeded:
             if not binding.accepted and call.binding is binding:
                 call.attempts += 1  # it may have been taken, and run: only `retries` lets it begin again
+                call.marks.again = None
                 why = f"node {binding.node} did not answer for instance {binding.instance}"
                 self._ending.lost(call, binding, why)
             return

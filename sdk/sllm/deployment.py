@@ -46,9 +46,11 @@ def deploy_stored(built: Bundle, client: Client, observe: Observe = ignore, requ
         result = client.operation(
             f"{API}/functions", wanted.model_dump(mode="json"), observe, again_s=CONTROLLER_WAIT_S
         )
-    except (InstanceLost, Unreached) as error:
-        told = f"{error.message}; `sllm fn describe {name}` says whether it is deployed"
-        raise type(error)(told, stage=error.stage) from error
+    except SllmError as error:
+        if isinstance(error, InstanceLost | Unreached) or of_a_proxy(error):
+            error.message += f"; `sllm fn describe {name}` says whether it is deployed"
+            error.args = (error.message,)
+        raise
     return DeployResult.model_validate_json(result)
 
 

@@ -11,6 +11,7 @@ from typing import Final
 from sllm.answers import Trace, of_a_proxy
 from sllm.gateways import Gateways
 from sllm.sse import Event
+from sllm.transport import Unreached
 from sllm_runtime.protocol.errors import CallMoved, InstanceLost, SllmError, Unavailable
 from sllm_runtime.protocol.http import CALLS
 
@@ -105,15 +106,18 @@ class Losing:
     again_s: float
     """So long after it was lost it is."""
     _since: float | None = None
+    _silent: int = 0
+    """How many, one after the other, have said nothing."""
 
     def wait(self, error: SllmError, trace: Trace, began: float, now: float) -> float:
         """Seconds to wait before it is sent again. Raises ``error`` where that is the answer, or the time is over; what
-        had gone on for longer than that is lost anew."""
-        went_on = now - began > self.again_s and not of_a_proxy(error)  # of which nothing has come
-        if self._since is None or went_on:
+        had gone on for longer than that is lost anew, as where the next one is yet to be asked."""
+        nothing = trace.gateway is None or of_a_proxy(error)  # has come of it; of none that took no connection either
+        unheard = len(self.gateways) if isinstance(error, Unreached) else 1
+        self._silent = self._silent + unheard if nothing else 0
+        if self._since is None or (now - began > self.again_s and self._silent < len(self.gateways)):
             self._since = now
-        has_no_answer = trace.broken or trace.gateway is None or of_a_proxy(error)
-        if not has_no_answer or now - self._since >= self.again_s:
+        if not (trace.broken or nothing) or now - self._since >= self.again_s:
             raise error
         if trace.gateway is not None:  # else ``Asking`` is past it
             self.gateways.past(trace.gateway)

@@ -6,14 +6,17 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from sllm import Client
@@ -104,3 +107,34 @@ def test_sdk_clients_see_next_to_nothing_of_a_rolling_restart_behind_nginx(
     # A call that nginx sends in the moment in which a gateway closes that connection: it may have been done.
     assert all("HTTP 502" in each and "it may have been done" in each for each in failed), failed
     assert len(failed) <= 3 < len(seen) / 10
+
+
+def test_a_machine_that_is_gone_costs_each_second_request_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing, not even that nobody listens (no power, no network). With ``max_fails=0`` it is tried again
+    and again, by every second request, for as long as it stands in the list."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as gone, ExitStack() as stack:
+        for _ in range(4):  # it takes none of them: from then on what asks for a connection is dropped
+            waits = stack.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex(gone.getsockname())
+        with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as lives:
+            threading.Thread(target=lives.serve_forever, daemon=True).start()
+            with nginx(tmp_path / "nginx", [gone.getsockname()[1], lives.server_address[1]]) as url:
+                monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nginx" / "ca.pem"))
+                transport = httpx.HTTPTransport(verify=ssl.create_default_context(), retries=20)
+                with httpx.Client(timeout=60, transport=transport) as client:
+                    assert client.get(f"{url}/livez").status_code == 200
+                    began = time.monotonic()
+                    assert {client.get(f"{url}/livez").status_code for _ in range(6)} == {200}
+                    took = time.monotonic() - began
+                lives.shutdown()
+    assert took < 10.0  # three of them wait, a second each; 5 s each before

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from sllm_runtime.worker.working_set import WorkingSet
 
 _SEND_S: Final = 10.0
-GO_FIRST: Final = 500
+GO_FIRST: Final = 1000
 _END_S: Final = 5.0
 _LOOK_S: Final = 0.05
 """When nobody has asked for a worker for so long, one that has started is looked at: the first tokens of its call, and

@@ -10,6 +10,7 @@ from uuid import uuid4
 import typer
 
 from sllm import project, transport
+from sllm.answers import of_a_proxy
 from sllm.cli import output, show
 from sllm.cli.context import Json, client
 from sllm.cli.deploy import deploy
@@ -17,7 +18,7 @@ from sllm.cli.interrupt import naming
 from sllm.cli.invoke import invoke
 from sllm.cli.logs import logs
 from sllm.cli.warmup import warmup
-from sllm_runtime.protocol.errors import FunctionNotFound, InstanceLost, NoController
+from sllm_runtime.protocol.errors import FunctionNotFound, InstanceLost, NoController, SllmError
 from sllm_runtime.protocol.http import API, FunctionListView, FunctionView
 
 app = typer.Typer(
@@ -97,8 +98,9 @@ def rollback(
     with client(context) as connection, naming(f"the rollback may be done: `sllm fn history {name}` says so"):
         try:
             answer: Any = connection.request("POST", f"{transport.about(name)}/rollback", json=body)
-        except (NoController, InstanceLost) as error:  # it may have been done, and this command has a name of its own
-            if version is None:
+        except SllmError as error:
+            heard = isinstance(error, NoController | InstanceLost) or of_a_proxy(error)
+            if heard and version is None:  # it may have been done, and this command has a name of its own
                 error.retryable = False
                 error.message += f"; see `sllm fn history {name}`, then name a version: `--version N`"
             raise

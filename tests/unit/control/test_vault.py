@@ -133,6 +133,23 @@ async def test_what_was_acknowledged_outlives_a_power_cut(tmp_path: Path, monkey
     assert on_disk[-1:] == [set()]
 
 
+async def test_a_file_system_that_syncs_no_directory_keeps_secrets_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VirtualBox's shared folders, older CIFS: EINVAL. It is stored, and removed, by then."""
+    sync = os.fsync
+
+    def synced(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    vault = DirectoryVault(tmp_path)
+    assert (await vault.put("token", VALUE)).name == "token"
+    await vault.remove("token")
+
+
 async def test_one_value_is_stored_at_a_time(tmp_path: Path) -> None:
     vault, values = DirectoryVault(tmp_path), [b"%d" % number * 1000 for number in range(8)]
     await asyncio.gather(*(vault.put("token", value) for value in values))

@@ -10,6 +10,7 @@ import pytest
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call
 from sllm_gateway.handover import Handover
+from sllm_gateway.timing import spans
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.protocol.errors import DeadlineExceeded, ProtocolError, SllmError
 from sllm_runtime.protocol.frames import Open, Opened
@@ -114,3 +115,15 @@ async def test_which_instance_is_asked_is_told_before_it_is() -> None:
     assert w.did == ["place"]
     await until(lambda: "body" in w.did, what="it is asked")
     assert w.did[:2] == ["place", "accepted"]
+
+
+async def test_who_waits_for_a_node_that_says_nothing_is_not_in_the_queue_though_another_had_refused_it() -> None:
+    w = World(BUSY)
+    await w.handover._open(w.call, w.binding)
+    w.handover._clock = lambda: 5.0
+    w.answer = DeadlineExceeded("no answer")
+    w.handover.place(w.call, entry(), 0.0, 1.0)
+    await until(lambda: "lost" in w.did, what="it is lost")
+    w.call.marks.failed = 5.0
+    waited = {span.name: span.ms for span in spans(w.call)}
+    assert waited["first_token"] == 4000.0

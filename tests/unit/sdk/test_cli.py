@@ -1191,6 +1191,15 @@ def test_a_rollback_that_may_be_done_says_how_to_ask_for_it_once(gateway: Gatewa
     assert "--version N" not in here("fn", "rollback", "chat", "--version", "2").stderr
 
 
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_so_does_one_whose_gateway_dies_behind_a_proxy(gateway: Gateway, status: int) -> None:
+    """Whoever sends it again as the error says goes back twice."""
+    gateway.will(Answer(front=status))
+    told = refused(here("fn", "rollback", "chat", "--json"))
+    assert told["retryable"] is False
+    assert "see `sllm fn history chat`, then name a version: `--version N`" in told["message"]
+
+
 def test_what_a_function_raises_here_is_one_object_for_a_program(tmp_path: Path) -> None:
     """Its traceback is for people, as where a command itself breaks."""
     (tmp_path / "function.py").write_text(TEXT.replace("return text", "raise ValueError(text)"))

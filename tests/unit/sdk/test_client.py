@@ -811,6 +811,13 @@ def test_a_silence_longer_than_what_is_waited_for_has_an_end(gateway: Gateway, o
     assert (len(gateway.asked), len(other.asked)) == (1, 1)
 
 
+def test_one_gateway_that_says_nothing_is_given_up(gateway: Gateway) -> None:
+    gateway.will(*[Answer(silent=True)] * 3, Answer((sse({"ok": 1}, event="done"), DONE)))
+    with Client(timeout=0.4) as client, pytest.raises(InstanceLost):
+        client.operation(f"{API}/models", {"uri": "x"}, again_s=0.1)
+    assert len(gateway.asked) == 2
+
+
 def test_who_was_lost_first_is_asked_again_once_the_next_says_nothing(
     gateway: Gateway, other: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from sllm.cli import load
 from sllm.following import Losing
 from sllm.gateways import Gateways
 from sllm.profiles import Profile
+from sllm.transport import Unreached
 from sllm_runtime.protocol.errors import InstanceLost, InvalidManifest, NoCapacity, SllmError, StoreFull, Unavailable
 from sllm_runtime.protocol.http import DeployResult, ProgressView
 from tests.fixtures.modules import own_modules
@@ -195,3 +196,46 @@ def test_a_proxy_that_has_no_answer_in_time_is_not_asked_for_ever() -> None:
     again = ask(0.0)
     with pytest.raises(SllmError, match="HTTP 504"):
         ask(again)
+
+
+def given_up(losing: Losing, error: SllmError, takes: float) -> float:
+    """When it is no longer asked for, of a gateway or of many of which each try says nothing for ``takes`` seconds."""
+    now = 0.0
+    while now < 600.0:
+        began, now = now, now + takes
+        try:
+            now += losing.wait(error, Trace(), began, now)
+        except type(error):
+            break
+    return now
+
+
+@pytest.mark.parametrize(("gateways", "asked"), [(1, 2), (2, 2), (3, 3)])
+def test_a_gateway_that_says_nothing_is_not_asked_for_ever(gateways: int, asked: int) -> None:
+    """As its proxy's 504: it takes the connection and stands still (stopped, a disk that hangs), and with the proxy of
+    docs/gateway.md, which waits for an hour, it is this client that gives up after its 60 s, again and again."""
+    losing = Losing(Gateways(tuple(f"http://{number}" for number in range(gateways))), 15.0)
+    assert given_up(losing, InstanceLost("no word"), 60.0) < 61.0 * asked
+
+
+def test_gateways_none_of_which_takes_a_connection_are_not_asked_for_ever() -> None:
+    """A network that drops everything (a VPN that ended): 5 s for each."""
+    losing = Losing(Gateways(("http://a", "http://b", "http://c", "http://d")), 15.0)
+    assert given_up(losing, Unreached("nobody"), 20.0) < 60.0
+
+
+def test_a_deployment_that_goes_on_for_long_is_lost_anew_each_time() -> None:
+    losing, now = Losing(Gateways(("http://a",)), 15.0), 0.0
+    for _ in range(5):
+        losing.wait(InstanceLost("gone"), Trace(broken=True, gateway="http://a"), now, now + 100.0)
+        losing.wait(InstanceLost("gone"), Trace(), now + 101.0, now + 101.0)
+        now += 102.0
+
+
+def test_a_deployment_that_a_proxy_has_no_answer_for_says_where_to_look(
+    gateway: Gateway, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "CONTROLLER_WAIT_S", 0.0)
+    gateway.will(Answer(front=502))
+    with pytest.raises(SllmError, match=r"HTTP 502.*`sllm fn describe chat` says whether it is deployed"):
+        load.one(str(file)).deploy()

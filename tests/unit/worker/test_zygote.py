@@ -113,6 +113,14 @@ def test_where_memory_is_short_the_kernel_takes_a_worker_before_what_all_of_them
     assert one > all_of_them
 
 
+def test_so_it_does_whatever_part_of_the_memory_the_pool_has(zygote: Zygote, worker: Worker) -> None:
+    """``SLLM_POOL_BYTES`` may be all of it but a byte, and on a node for models alone it is most of it. What the kernel
+    compares: a process's pages, and ``oom_score_adj`` thousandths of all."""
+    pool = 0.8
+    one, other = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (worker.pid, zygote.process.pid))
+    assert one / 1000 >= min(1.0, other / 1000 + pool)
+
+
 def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) -> None:
     """Then it says so, and a worker that is forked from then on has everything."""
     zygote.wait_ready()
