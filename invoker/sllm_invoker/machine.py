@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from sllm_runtime.platform.control_groups import LIMITS
 from sllm_runtime.platform.control_groups import groups as groups
 from sllm_runtime.platform.control_groups import memory as memory
 from sllm_runtime.protocol.errors import InvalidRequest
@@ -19,6 +21,10 @@ _MEMINFO: Final = Path("/proc/meminfo")
 _NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _CACHED = re.compile(r"^(?:active|inactive)_file (\d+)$", re.MULTILINE)
+_TOTAL = re.compile(r"^total_(?:active|inactive)_file (\d+)$", re.MULTILINE)
+"""With the groups below it, as version 1 says it."""
+_USED: Final = ("memory.current", "memory.usage_in_bytes")
+_QUOTA: Final = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 _MODEL = re.compile(r"^Model:\s*(?:NVIDIA\s+)?(.+)$", re.MULTILINE)
 
 
@@ -26,9 +32,12 @@ def cores(within: Sequence[Path] = ()) -> float:
     """CPUs this process may use: the affinity mask, cut by its control groups' quotas."""
     count = float(len(os.sched_getaffinity(0)))
     for group in within or groups():
-        with contextlib.suppress(OSError, ValueError):  # version 1, or no quota ("max")
+        with contextlib.suppress(OSError, ValueError):  # the other version, or no quota ("max")
             quota, period = map(int, (group / "cpu.max").read_text().split())
             count = min(count, quota / period)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (int((group / name).read_text()) for name in _QUOTA)
+            count = min(count, quota / period) if quota > 0 else count
     return count
 
 
@@ -40,10 +49,11 @@ def available(within: Sequence[Path] = (), machine: Path = _MEMINFO) -> int:
     except OSError:
         found = None
     free = int(found[1]) * 1024 if found else memory(within)
-    for group in within or groups():
+    for group, names in itertools.product(within or groups(), zip(LIMITS, _USED, strict=True)):
         with contextlib.suppress(OSError, ValueError):
-            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-            cached = sum(map(int, _CACHED.findall((group / "memory.stat").read_text())))
+            limit, used = (int((group / name).read_text()) for name in names)
+            stat = (group / "memory.stat").read_text()
+            cached = sum(map(int, _TOTAL.findall(stat) or _CACHED.findall(stat)))
             free = min(free, max(0, limit - used + cached))
     return free
 

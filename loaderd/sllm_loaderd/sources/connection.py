@@ -23,6 +23,7 @@ from sllm_runtime.protocol.limits import KIB
 
 _MAX_HEAD: Final = 64 * KIB
 _MOST_DIGITS: Final = 16
+_PROXY_REFUSES: Final = 407
 _KEPT: Final = "/%:@!$&'()*+,;=~?[]"
 """Not quoted again in a URL."""
 
@@ -106,7 +107,10 @@ class Connection:
         lines = [f"{method} {target} HTTP/1.1", f"Host: {self.origin.netloc}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
-        return self._head()
+        head = self._head()
+        if self._asks is not None and head.status == _PROXY_REFUSES:
+            raise ConnectionRefusedError(f"the proxy {self._asks.host}:{self._asks.port} answers with {head.status}")
+        return head
 
     def receive(self, view: memoryview) -> int:
         """Bytes of the body put into ``view``: fewer than it has if none came for ``stall_s``, 0 at the end.

@@ -3,7 +3,7 @@ index or ``model.safetensors`` (a model as it was published), says what they are
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import quote
 
@@ -14,12 +14,13 @@ from sllm_loaderd.sources.listing import fingerprint
 from sllm_loaderd.sources.remote import Remote
 from sllm_loaderd.sources.remote_object import RemoteObject, entity_tag
 from sllm_runtime.protocol.checkpoint import INDEX_NAME, MAX_INDEX, decode_index, partition_name
-from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, UnsupportedModel
+from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, UnsupportedModel
 from sllm_runtime.protocol.loader import path_of
 
 _ABSENT: Final = (ModelNotFound, Forbidden)
 """What a server says of a file that it has not: S3 and CloudFront say 403 to who may not list what is there. One that
 refuses everything refuses the weights, which have to be there."""
+_NOWHERE: Final = "sllm-asks-for-what-is-not-there"
 
 
 class HttpSource:
@@ -30,6 +31,8 @@ class HttpSource:
         self._base = (base or uri).rstrip("/") + "/"
         self._remote = remote or Remote(path_of(uri))
         self.path = self._remote.path
+        self._refuses: dict[str, bool] = {}
+        """By the end of a name: whether what is not there is refused."""
 
     def fingerprint(self) -> str:
         """Names, sizes and entity tags."""
@@ -54,7 +57,8 @@ class HttpSource:
     def _get(self, name: str, most: int) -> bytes | None:
         try:
             return self._remote.get(self._url(name), most)[1]
-        except _ABSENT:
+        except _ABSENT as error:
+            self._require_absent(name, error)
             return None
 
     def _converted(self) -> list[str]:
@@ -84,9 +88,26 @@ class HttpSource:
     def _there(self, name: str) -> bool:
         try:
             self._remote.head(self._url(name))
-        except _ABSENT:
+        except _ABSENT as error:
+            self._require_absent(name, error)
             return False
         return True
+
+    def _require_absent(self, name: str, error: SllmError) -> None:
+        """Raises ``error`` where a file is refused by a server that says 404 of what it has not: this one is there, and
+        a model without it (its template, what ends its outputs) would be another one."""
+        if not isinstance(error, Forbidden):
+            return
+        end = PurePosixPath(name).suffix
+        if end not in self._refuses:
+            try:
+                self._remote.head(self._url(_NOWHERE + end))
+            except _ABSENT as nowhere:
+                self._refuses[end] = isinstance(nowhere, Forbidden)
+            else:
+                self._refuses[end] = True  # whatever is asked for is there, it says
+        if not self._refuses[end]:
+            raise error
 
     def _entry(self, name: str) -> Entry:
         head = self._remote.head(self._url(name))

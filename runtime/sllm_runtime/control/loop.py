@@ -188,6 +188,10 @@ class Loop:
             except SllmError as error:
                 log.warning("event %s was dropped: %s", event.kind, error.message)
 
+    def look_again(self, function: str) -> None:
+        """Whoever waits for something about ``function`` looks, though nothing of it has changed."""
+        self._notify(frozenset({function}))
+
     def _notify(self, functions: frozenset[str]) -> None:
         for function in functions:
             for waiter in self._waiters.get(function, ()):

@@ -125,7 +125,8 @@ class Service:
 
     # --- calls --------------------------------------------------------------------------------------
     async def acquire(self, request: ctl.Acquire) -> ctl.Acquired:
-        """Long poll for an instance this gateway does not have yet. Joined: demand is counted, starts are planned."""
+        """Long poll for an instance this gateway does not have yet. Joined: demand is counted, starts are planned. One
+        that another poll of the same gateway has taken over from counts no more, and is answered."""
         key = (request.function, request.version)
         if request.gone:
             self._loop.change(lambda view: suspect(view, request.gone))
@@ -133,16 +134,19 @@ class Service:
         if at_once is not None:
             return at_once
         mine, traced = object(), trace.current()
+
+        def answer(view: View) -> ctl.Acquired | None:
+            found = routes.answer(view, request, time.monotonic())
+            over = self._polls.get((key, request.gateway)) is not mine
+            return routes.so_far(view, request) if found is None and over else found
+
         self._polls[key, request.gateway] = mine
         if traced:
             self._loop.traces[key] = traced
         self._loop.change(lambda view: view.put_waiting(key, request.gateway, request.waiting, request.call))
+        self._loop.look_again(request.function)
         try:
-            found = await self._loop.until(
-                request.function,
-                lambda view: routes.answer(view, request, time.monotonic()),
-                waited(request.wait_s),
-            )
+            found = await self._loop.until(request.function, answer, waited(request.wait_s))
         finally:
             if self._loop.traces.get(key) is traced:
                 del self._loop.traces[key]

@@ -18,6 +18,10 @@ SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 OWN_GROUP: Final = Path("/proc/self/cgroup")
 _CACHED: Final = re.compile(r"^(?:active|inactive)_file (\d+)$", re.MULTILINE)
+_TOTAL: Final = re.compile(r"^total_(?:active|inactive)_file (\d+)$", re.MULTILINE)
+_SIZES: Final = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Limit and use, of a group of version 2 and of version 1."""
+_QUOTA: Final = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 _F_ADD_SEALS: Final = 1033
 _SEALS: Final = 0x01 | 0x02 | 0x04 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
 MIN_FILES: Final = 4096
@@ -108,13 +112,18 @@ def memory() -> Finding:
     available = int(found[1]) * 1024 if found else 0
     cpus = float(len(os.sched_getaffinity(0)))
     for group in _groups():
-        with contextlib.suppress(OSError, ValueError):  # there is no limit ("max")
-            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-            cached = sum(map(int, _CACHED.findall((group / "memory.stat").read_text())))
-            available = min(available, max(0, limit - used + cached))
+        for names in _SIZES:
+            with contextlib.suppress(OSError, ValueError):  # the other version, or there is no limit ("max")
+                limit, used = (int((group / name).read_text()) for name in names)
+                stat = (group / "memory.stat").read_text()
+                cached = sum(map(int, _TOTAL.findall(stat) or _CACHED.findall(stat)))
+                available = min(available, max(0, limit - used + cached))
         with contextlib.suppress(OSError, ValueError):
             quota, period = map(int, (group / "cpu.max").read_text().split())
             cpus = min(cpus, quota / period)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (int((group / name).read_text()) for name in _QUOTA)
+            cpus = min(cpus, quota / period) if quota > 0 else cpus
     what = f"{show_bytes(available)} available, {cpus:g} CPUs"
     if available < MIN_MEMORY:
         remedy = "end what is not needed, or raise this container's limit; a warm sandbox has torch in memory"
@@ -125,13 +134,15 @@ def memory() -> Finding:
 
 
 def _groups() -> list[Path]:
-    """The control group (version 2) of this process and those above it, as its node looks at them."""
+    """The control groups of this process and those above them, as its node looks at them."""
     try:
-        found = re.search(r"^0::/(.*)$", OWN_GROUP.read_text(), re.MULTILINE)
+        said = re.findall(r"^\d+:([^:]*):/(.*)$", OWN_GROUP.read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    group = CGROUPS / found[1] if found else CGROUPS
-    return [each for each in (group, *group.parents) if each.is_relative_to(CGROUPS)]
+        said = []
+    paths = {name: path for names, path in said for name in names.split(",")}
+    own = [CGROUPS / name / paths[name] for name in ("memory", "cpu") if name in paths and (CGROUPS / name).is_dir()]
+    own.append(CGROUPS / paths.get("", ""))
+    return [each for group in own for each in (group, *group.parents) if each.is_relative_to(CGROUPS)]
 
 
 def sandboxes() -> Finding:

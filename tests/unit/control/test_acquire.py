@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import loop, placement, plan, view
+from sllm_runtime.control import loop, placement, plan, service, view
 from sllm_runtime.control.lease import Leadership
 from sllm_runtime.control.view import View
 from sllm_runtime.platform import trace
@@ -52,6 +52,20 @@ async def test_many_acquires_make_one_start(bench: Bench, nats: Nats) -> None:
     assert {answer.route.entries[0].instance for answer in answers if answer.route} == {bench.node.starts[0].instance}
     assert all(answer.route is not None and answer.error is None for answer in answers)
     assert len({command.instance for command in bench.node.starts}) == 1
+
+
+async def test_a_poll_that_another_one_of_its_gateway_has_taken_over_from_is_answered(bench: Bench, nats: Nats) -> None:
+    """A queue that is empty now and then makes another poll each time: some forty of a function were open at once."""
+    await cold(bench)
+    bench.node.behave = lambda command: InstanceState.STARTING
+    other = asyncio.create_task(Gateway(await nats.bus("gw2")).acquire(gateway="gw2", wait_s=service.MAX_WAIT_S / 2))
+    polls = [asyncio.create_task(bench.gateway.acquire(waiting=1, wait_s=service.MAX_WAIT_S)) for _ in range(3)]
+    await until(lambda: len(bench.controller.loop.view.waiting.get(("chat", 1), {})) == 2, what="both gateways wait")
+    await bench.gateway.acquire(waiting=0, wait_s=0.0)
+    await asyncio.gather(*polls)
+    assert not other.done(), "another gateway's waits on"
+    assert bench.controller.loop.view.waiting["chat", 1] == {"gw2": 1}
+    await other
 
 
 async def test_a_leader_without_proof_says_so_to_who_tells_people(

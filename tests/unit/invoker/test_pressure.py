@@ -70,3 +70,26 @@ def test_each_control_group_that_this_process_is_in_may_have_a_limit(tmp_path: P
     for told in ("0::/\n", "0::/not/there\n", "5:memory:/x\n"):
         own.write_text(told)
         assert machine.groups(root, own)[-1] == root
+
+
+def test_limits_of_version_1_count_too(tmp_path: Path) -> None:
+    """As `docker run --memory 4g --cpus 2` sets them on RHEL 8 or Amazon Linux 2: a node took the whole machine for its
+    own, half of it for loaderd's pool, and was killed."""
+    root, own, meminfo = tmp_path / "cgroup", tmp_path / "own", tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable:    65536 kB\n")
+    own.write_text("4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n")
+    unit, cpu = root / "memory" / "docker" / "abc", root / "cpu"
+    for made in (unit, cpu):
+        made.mkdir(parents=True)
+    (unit / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (cpu / "cpu.cfs_quota_us").write_text("-1\n")
+    (cpu / "cpu.cfs_period_us").write_text("100000\n")
+    groups = machine.groups(root, own)
+    assert groups[-1] == root
+    assert (machine.memory(groups), machine.cores(groups)) == (machine.memory([tmp_path]), machine.cores([tmp_path]))
+    (unit / "memory.limit_in_bytes").write_text(f"{32 * MIB}\n")
+    (unit / "memory.usage_in_bytes").write_text(f"{30 * MIB}\n")
+    (unit / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file {MIB}\ntotal_active_file {MIB}\n")
+    (cpu / "cpu.cfs_quota_us").write_text("50000\n")
+    assert (machine.memory(groups), machine.cores(groups)) == (32 * MIB, 0.5)
+    assert machine.available(groups, meminfo) == 4 * MIB

@@ -34,6 +34,32 @@ def test_a_server_that_refuses_what_is_not_there(
             bring(f"{server.url}/elsewhere", staging, models.cache, "")
 
 
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
+def test_a_file_that_is_there_and_refused_is_not_left_out(
+    tmp_path: Path, name: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was copied with mode 0600, or refused for a moment: without it the model would speak otherwise, unsaid."""
+    numbers_model(tmp_path / "served" / "m")
+    (tmp_path / "served" / "m" / name).write_text("{}")
+    with store(tmp_path / "store") as models, range_server(tmp_path / "served") as server:
+        handler = server.RequestHandlerClass
+        serve = handler._file  # type: ignore[attr-defined]
+
+        def file(self: Any, *, body: bool, word: str | None) -> None:
+            if self.path.endswith(name):
+                self.answer(status, b"", {}, body=body)
+            else:
+                serve(self, body=body, word=word)
+
+        with monkeypatch.context() as refused:
+            refused.setattr(handler, "_file", file)
+            with models.staging() as staging, pytest.raises(Forbidden, match=f"{name} is refused with {status}"):
+                bring(f"{server.url}/m", staging, models.cache, "")
+        with models.staging() as staging:
+            assert bring(f"{server.url}/m", staging, models.cache, "").digest
+
+
 @pytest.mark.parametrize("status", [403, 405, 501])
 def test_a_server_that_answers_no_head(tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it sends us to is signed for GET, or GET is all that it has."""

@@ -60,6 +60,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._noted()
+        if self.server.refuses:
+            self.send_error(self.server.refuses)
+            return
         with socket.create_connection(self.server.to) as there:
             target = urlsplit(self.path).path
             head = [f"{self.command} {target} HTTP/1.1", *(f"{k}: {v}" for k, v in self.headers.items())]
@@ -140,10 +143,11 @@ def test_http_is_asked_of_it(proxy: Proxy, tmp_path: Path) -> None:
     assert proxy.asked[0] == ("GET", f"http://{HOST}/weights.bin", "Basic c29tZWJvZHk6aHVudGVyQDI=")
 
 
-def test_what_it_refuses_is_told_without_its_password(proxy: Proxy) -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_what_it_refuses_is_told_without_its_password(scheme: str, proxy: Proxy) -> None:
     proxy.refuses = 407
     with pytest.raises(Unavailable, match=r"the proxy 127\.0\.0\.1:\d+ .* 407") as told:
-        read(f"https://{HOST}/weights.bin")
+        read(f"{scheme}://{HOST}/weights.bin")
     assert "hunter" not in str(told.value)
 
 

@@ -97,6 +97,24 @@ def test_doctor_sees_the_limits_of_a_container(tmp_path: Path, monkeypatch: pyte
     assert (found.level, found.what) == (Level.WARNING, "262.0 MiB available, 0.5 CPUs")
 
 
+def test_doctor_sees_them_where_control_groups_are_of_version_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "CGROUPS", tmp_path)
+    monkeypatch.setattr(kernel, "OWN_GROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("4:memory:/docker/one\n2:cpu,cpuacct:/docker/one\n0::/\n")
+    inner = tmp_path / "memory"  # a container has its own at the root
+    for made in (inner, tmp_path / "cpu"):
+        made.mkdir()
+    (inner / "memory.limit_in_bytes").write_text(f"{512 * MIB}\n")
+    (inner / "memory.usage_in_bytes").write_text(f"{300 * MIB}\n")
+    (inner / "memory.stat").write_text(f"active_file 1\ntotal_active_file {50 * MIB}\ntotal_inactive_file 0\n")
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    found = kernel.memory()
+    assert (found.level, found.what) == (Level.WARNING, "262.0 MiB available, 0.5 CPUs")
+
+
 @pytest.mark.parametrize("call", ["pidfd_open", "memfd_create"])
 def test_a_python_that_was_built_without_a_call_is_told(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.delattr(os, call)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sllm_loaderd.convert.directory import ConvertOptions, convert_directory
@@ -18,6 +19,7 @@ from sllm_loaderd.convert.ranks import AutoPlan
 from sllm_runtime.protocol.checkpoint import CheckpointIndex, decode_index, partition_name
 from sllm_runtime.protocol.errors import InvalidCheckpoint, UnsupportedModel
 from sllm_runtime.worker import weights
+from sllm_runtime.worker.engine.choice import recognise
 from sllm_runtime.worker.engine.ours.model.config import read
 from sllm_runtime.worker.tensors import CheckpointTensors, TypedTensors
 from tests.fixtures.models import BUILDERS, save_model
@@ -143,6 +145,25 @@ def test_a_config_that_says_null_of_its_quantisation_is_of_none(tmp_path: Path) 
     expected: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     assert torch.equal(logits(checkpoint.module()), logits(expected.eval()))
     assert read(checkpoint.config, "auto") is not None, "our engine runs it as well"
+
+
+@pytest.mark.parametrize(
+    ("matrix", "scale"), [(("qweight", torch.int32), "scales"), (("weight", torch.float8_e4m3fn), "weight_scale")]
+)
+def test_quantised_weights_are_told_as_that_where_the_config_is_silent(
+    tmp_path: Path, matrix: tuple[str, torch.dtype], scale: str
+) -> None:
+    """As AutoGPTQ has written them: its own file says so, and none of a model's."""
+    save_model("llama", tmp_path / "hf")
+    named = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in [name for name in named if name.endswith("proj.weight")]:
+        stem, found = name.removesuffix("weight"), named.pop(name)
+        named |= {stem + matrix[0]: found.to(matrix[1]), stem + scale: torch.ones(1)}
+    save_file(named, tmp_path / "hf" / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path / "hf", tmp_path / "ck")
+    typed = TypedTensors(checkpoint.tensors(), torch.float32)
+    with pytest.raises(InvalidCheckpoint, match=rf"{scale}', so it is quantised.*deploy the weights it was made from"):
+        recognise(checkpoint.config, "auto", typed, typed.shapes, torch.float32)
 
 
 def test_a_module_of_ones_own_is_told_what_to_say(tmp_path: Path) -> None:

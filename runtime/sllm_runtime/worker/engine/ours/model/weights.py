@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 
 from sllm_runtime.protocol.errors import InvalidCheckpoint
 from sllm_runtime.worker.engine.ours.lora import Lora
 from sllm_runtime.worker.engine.ours.model.backend import Backend
+
+_SCALES: Final = ("scales", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB")
+"""What stands beside a matrix in the place of its ``weight``: GPTQ and AWQ, fp8, bitsandbytes."""
 
 
 class Weights:
@@ -29,9 +33,11 @@ class Weights:
         try:
             found = self._tensors[name]
         except KeyError:
-            raise InvalidCheckpoint(
-                f"the checkpoint lacks the tensor {name!r}; convert the model that these weights belong to", field=name
-            ) from None
+            stem, what = name.removesuffix("weight"), "convert the model that these weights belong to"
+            if scale := next((stem + each for each in _SCALES if stem + each in self._tensors), ""):
+                said = "so it is quantised, which config.json does not say"
+                what = f"it has {scale!r}, {said}: deploy the weights it was made from"
+            raise InvalidCheckpoint(f"the checkpoint lacks the tensor {name!r}; {what}", field=name) from None
         if tuple(found.shape) != shape:
             raise InvalidCheckpoint(
                 f"tensor {name!r} has shape {tuple(found.shape)}, the model wants {shape}", field=name
