@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,11 +11,17 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from sllm_runtime.control.deletion import CLOCKS_S
+from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.local import Layout
+from sllm_runtime.platform.settings import Settings
+from sllm_runtime.platform.streams import STATE_STREAM
+from sllm_runtime.platform.watch import last_messages
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, events, live, view, wait, wait_cold, worker_of
@@ -23,6 +30,7 @@ from tests.fixtures.streams import Stream
 from tests.fixtures.waiting import GIVE_UP_S
 
 CONTROLLERS = {"controller", "controller-2"}
+BELIEVING = Path(__file__).parents[1] / "fixtures" / "believing"
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +181,56 @@ def test_whatever_is_asked_while_the_leader_changes_is_waited_for_and_done(clust
     assert (silent.result().returncode, silent.result().stderr) == (0, "")
     assert cluster.http.get(f"{API}/functions/goes").status_code == 404
     assert cluster.http.post(f"{API}/nodes/n1/uncordon").json()["cordoned"] is False
+
+
+def kept(cluster: Cluster, *prefixes: str) -> dict[str, tuple[int, bytes]]:
+    """What the store has below these keys: the number of the write, and what it wrote."""
+
+    async def read() -> dict[str, tuple[int, bytes]]:
+        identity = str(Layout(cluster.data).identity_file("g1"))
+        own = {"SLLM_NATS_URL": str(cluster.document["nats_url"]), "SLLM_IDENTITY_FILE": identity}
+        bus = await Bus.connect(Settings.load(own), "g1", name="test")
+        try:
+            found = await last_messages(bus, STATE_STREAM, "$KV.sllm_state.>")
+        finally:
+            await bus.close()
+        records = {key.removeprefix("$KV.sllm_state."): (each.sequence, each.data) for key, each in found.items()}
+        return {key: record for key, record in records.items() if key.startswith(prefixes)}
+
+    return asyncio.run(read())
+
+
+def test_fences_alone_stop_a_leader_that_wakes_and_believes_that_it_leads(tmp_path: Path) -> None:
+    """As above, but that nothing else holds it back (``fixtures/believing``): it writes, and commands nodes. The store
+    refuses each write, and the nodes each command."""
+    names = ("least", "slow-stream")
+    with Cluster(tmp_path, controllers=2, env={"PYTHONPATH": str(BELIEVING)}) as cluster:
+        deploy(cluster, "slow_stream", keep_alive=300)
+        deploy(cluster, "kinds::awaited", name="least", min_instances=1)
+        before = term(cluster)
+        old = cluster.pid(before.controller)
+        was = {name: live(cluster, name) for name in names}
+        os.kill(old, signal.SIGSTOP)
+        try:
+            wait(lambda: term(cluster).term > before.term, "another one is elected")
+            for name in names:
+                os.kill(worker_of(cluster, name), signal.SIGKILL)
+            wait(lambda: ready(cluster, "least") - {*was["least"]}, "the new one starts what has to be there")
+            assert cluster.http.post("/fn/slow-stream", json={"count": 1}).json() == [0]
+            now = {name: ready(cluster, name) for name in names}
+            there = {name: worker_of(cluster, name) for name in names}
+            records = ("instances.", "routes.", "functions.", "versions.", "term")
+            started = {f"instances.{each}" for name in names for each in now[name]}
+            wait(lambda: {*kept(cluster, "instances.")} == started, "what it has started is recorded, and no more")
+            stored = kept(cluster, *records)
+        finally:
+            os.kill(old, signal.SIGCONT)
+        cluster.wait_restarted(before.controller, old)
+        assert term(cluster).controller != before.controller
+        assert cluster.http.post("/fn/least", json={"text": "a"}).json() == "A"
+        assert kept(cluster, *records) == stored
+        for name in names:
+            assert {*live(cluster, name)} == now[name] == ready(cluster, name), name
+            assert worker_of(cluster, name) == there[name], name
+        log = (cluster.data / "logs" / f"{before.controller}.log").read_text()
+        assert f"obeys term {term(cluster).term}; this command is of term {before.term}" in log, "it has tried"

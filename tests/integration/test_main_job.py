@@ -324,3 +324,26 @@ def test_more_callers_get_more_instances_up_to_the_most(cluster: Cluster, tmp_pa
     assert len({first["instance"] for first, _ in values}) == 3
     assert {last["most"] for _, last in values} == {1}
     wait_cold(cluster, "wide")
+
+
+def test_who_waits_for_room_is_told_why_and_is_served_when_there_is_some(cluster: Cluster, tmp_path: Path) -> None:
+    """Of two that do not fit beside each other: what runs cannot go on elsewhere, and nothing idle would do."""
+    memory = node_of(cluster)["memory"] * 3 // 5
+    for name in ("takes", "waits"):
+        deploy(cluster, "gated::gated", name=name, memory=memory, keep_alive=300)
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor() as threads, client_of(cluster) as client:
+        first = threads.submit(ask, cluster, "takes", gate=str(gate))
+        wait(lambda: inside(tmp_path) == 1, "the first one has all the room")
+        events = client.events("POST", "/fn/waits", json={"gate": str(gate)})
+        told = next(event for event in events if "capacity is in use" in event.data)
+        assert (told.event, told.id, json.loads(told.data)["stage"]) == ("progress", None, "capacity")
+        assert " of memory (has " in told.data
+        assert live(cluster, "waits") == []
+        gate.touch()
+        rest = [event for event in events if event.comment is None and event.event != "progress"]
+        assert first.result()[0][-1] == {"most": 1}
+    assert [event.id for event in rest if not event.done] == ["0", "1"]
+    assert rest[-1].done
+    for name in ("takes", "waits"):
+        here(cluster.env, "fn", "delete", name, "--force")

@@ -13,6 +13,7 @@ from sllm_runtime.protocol.http import API, InstanceView
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import sllm_json
 from tests.fixtures.deployed import deploy, view, wait
+from tests.fixtures.lora import adapter
 from tests.fixtures.moving import ask, deploy_gated, moved, other, read_while, settled, whole
 from tests.fixtures.waiting import GIVE_UP_S
 
@@ -20,7 +21,8 @@ from tests.fixtures.waiting import GIVE_UP_S
 @pytest.fixture(scope="module")
 def cluster(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("platform"), nodes=2) as running:
-        deploy_gated(running, coder)
+        homes = {"loud": str(adapter(running.home / "loud", 0))}
+        deploy_gated(running, coder, adapters=homes, concurrency=1 + len(KINDS))
         yield running
 
 
@@ -64,6 +66,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["\n\n\n\n\n\n", "zzzz"]},
     "logprobs": {"logprobs": 2},
     "long": {"prompt": "def f(x):\n    return x\n" * 100},
+    "adapter": {"model": "coder:loud"},
+    "half characters": {"regex": "[\u4f60\u597d\u00e9]{200}", "ignore_eos": False},
 }
 
 
@@ -82,6 +86,7 @@ def test_all_calls_of_an_instance_move_whatever_they_carry(cluster: Cluster, tex
             begin()
             right = results()
         assert right["long"]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert set(right["half characters"]["choices"][0]["text"]) == set("\u4f60\u597d\u00e9"), "of several tokens"
         source, before = settled(cluster), moved(cluster)
 
         def act() -> None:

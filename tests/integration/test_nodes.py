@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sllm_runtime.protocol.errors import Unsatisfiable
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here, sllm_json
@@ -23,7 +24,7 @@ ASK = {"prompt": "def ", "max_tokens": 16}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("nodes"), nodes=2) as started:
+    with Cluster(tmp_path_factory.mktemp("nodes"), nodes=2, env={"SLLM_LABELS": "zone=here"}) as started:
         wait(lambda: len(nodes(started)) == 2, "both nodes have reported")
         yield started
 
@@ -43,6 +44,14 @@ def spread(cluster: Cluster) -> list[str]:
 
 def ready(cluster: Cluster) -> list[str]:
     return sorted(i.node for i in view(cluster, "coder").instances if i.state == "READY")
+
+
+def test_a_function_runs_where_its_labels_are_and_nowhere_else(cluster: Cluster) -> None:
+    deploy(cluster, "kinds::awaited", name="there", labels={"zone": "here"})
+    assert cluster.http.post("/fn/there", json={"text": "a"}).json() == "A"
+    with pytest.raises(Unsatisfiable, match=r"label zone=elsewhere \(has here\)"):
+        deploy(cluster, "kinds::awaited", name="nowhere", labels={"zone": "elsewhere"})
+    here(cluster.env, "fn", "delete", "there", "--force")
 
 
 def test_the_second_node_gets_the_model_by_itself(cluster: Cluster) -> None:

@@ -11,22 +11,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from sllm_runtime.control import view
+from sllm_runtime.control import remembering, spreading, sweeping, view
 from sllm_runtime.control.daemon import ControllerSettings, lead
 from sllm_runtime.control.migration import KEEP_S
 from sllm_runtime.control.scheduling.policies import Preemption
 from sllm_runtime.control.service import Service
-from sllm_runtime.platform import state
+from sllm_runtime.platform import bundles, state
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.platform.watch import Last, last_messages
 from sllm_runtime.protocol import ctl, subjects
 from sllm_runtime.protocol.errors import StaleTerm, Unavailable
-from sllm_runtime.protocol.records import InstanceRecord
+from sllm_runtime.protocol.limits import MIB
+from sllm_runtime.protocol.node import Storage
+from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, LearnedRecord
 from sllm_runtime.protocol.states import InstanceState
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.control.bench import Bench, Gateway, controller_of, has_events, manifest
-from tests.unit.control.scripted_node import ScriptedNode
+from tests.unit.control.scripted_node import ScriptedNode, digest_of
 
 
 async def test_a_new_controller_keeps_ready_functions_and_deposes_the_old(nats: Nats, node: ScriptedNode) -> None:
@@ -143,6 +145,62 @@ async def test_a_deployment_that_was_broken_off_is_forgotten(nats: Nats, node: S
         done: ctl.Deployed = await gateway.ask("deploy", msgspec.structs.replace(deploy, wait_s=15.0))
         assert done.version is not None
         assert done.version.version == 1
+
+
+async def test_a_leader_sweeps_bundles_from_its_beginning(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks it to, and nobody else begins it."""
+    monkeypatch.setattr(sweeping, "SWEEP_S", 0.05)
+    gateway = Gateway(await nats.bus("gw"))
+    async with controller_of(nats):
+        digest = await gateway.upload(b"of no version")
+
+        async def gone() -> bool:
+            return not await bundles.exists(gateway.bus, digest)
+
+        await until(gone, what="what no version reaches is collected")
+
+
+async def test_a_leader_places_models_and_stores_what_it_learned_from_its_beginning(
+    nats: Nats, node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spreading, "SPREAD_S", 0.05)
+    monkeypatch.setattr(remembering, "REMEMBER_S", 0.05)
+    gateway, source = Gateway(await nats.bus("gw")), "s3://bucket/m"
+    node.storage, node.remote = Storage(ssd_limit=8 * MIB), (digest_of(source),)
+    async with controller_of(nats) as controller:
+        await gateway.deploy(manifest(model=source, engine=True))
+        await until(lambda: node.kept == (digest_of(source),), what="its node is told to keep what was started")
+
+        async def stored() -> bool:
+            found = await controller.loop._ledger._store.get(subjects.LEARNED_KEY, LearnedRecord)
+            return found is not None and any(each.function == "chat" for each in found.imports + found.rest)
+
+        await until(stored, what="what the start has taught is stored")
+
+
+async def test_a_deletion_that_a_leader_began_is_ended_by_the_next_one(nats: Nats, node: ScriptedNode) -> None:
+    gateway = Gateway(await nats.bus("gw"))
+    async with controller_of(nats) as first:
+        deployed = await gateway.deploy(manifest(timeout=300))
+        (name,) = first.loop.view.instances
+        node.put(name, InstanceState.READY, running=1)
+        await until(lambda: first.loop.view.instances[name].running, what="it is known that a call runs")
+        told = await gateway.ask("delete", ctl.Delete(function="chat"))
+        assert told.note.startswith("draining")
+        await first.loop._ledger.settled(GIVE_UP_S)
+    async with controller_of(nats, "ctl2") as second:
+        assert second.loop.view.functions["chat"].deleting
+        node.put(name, InstanceState.STOPPED, running=0)
+        await until(lambda: "chat" not in second.loop.view.functions, what="it is deleted, though nobody asks again")
+        store = await StateStore.open(gateway.bus, create=False)
+        assert await store.get(subjects.function_key("chat"), FunctionRecord) is None
+        assert deployed.version is not None
+        bundle = deployed.version.bundle
+
+        async def gone() -> bool:
+            return not await bundles.exists(gateway.bus, bundle)
+
+        await until(gone, what="its bundle is gone")
 
 
 async def test_nats_restarts_and_nothing_is_lost(bench: Bench, nats: Nats) -> None:
