@@ -33,7 +33,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 server = make_server(gateway, settings)
                 serving = tasks.start(server.serve([listener]), "http")
                 host, port = listener.getsockname()[:2]
-                log.info("listening on http://%s:%d", host, port)
+                log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
                 ready()
                 await stop.wait()
                 await server.finish(serving, gateway.drain())

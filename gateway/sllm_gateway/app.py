@@ -91,7 +91,7 @@ class Gateway:
         self._tasks = Tasks("gateway")
         self._announcer = Announcer(bus, "gateway", clock, wall)
         self._news = news = News(bus, clock, wall)
-        self._leader = Leader(bus)
+        self._leader = Leader(bus, clock)
         self._ledger = Ledger()
         self.calls = Calls(
             bus,
@@ -167,14 +167,20 @@ class Gateway:
             random,
         )
         self.metrics.watch(
-            self.calls.dispatcher.depths, lambda: len(self.calls), self.calls.drawn, lambda: 1 + len(others())
+            self.calls.dispatcher.depths,
+            lambda: len(self.calls),
+            self.calls.drawn,
+            lambda: 1 + len(others()),
+            lambda: self._starts.nodes(clock()),
+            lambda: self._leader.leads,
+            lambda: not self.problem(),
         )
         self._statuses: Subscription | None = None
         self._watch: Watch | None = None
         routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, journal, clock)]
         self._front = Front(
             Router(routes=routes, redirect_slashes=False),
-            Auth(settings.token()),
+            Auth(settings.token(), settings.token_file, settings.token),
             self.metrics,
             Bodies(settings.all_bodies()),
             random,

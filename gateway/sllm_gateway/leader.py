@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -23,12 +26,19 @@ AGAIN_S: Final = 0.25
 """Who leads says so; that it serves again after its connection was gone nobody says."""
 
 
+LEADS_S: Final = 3.0
+"""Who leads says so every 0.4 s, and another one takes over within this."""
+
+
 class Leader:
     """Asks whoever leads. ``start`` before use; without it questions only wait for their answers."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
         self._bus = bus
+        self._clock = clock
         self._term = 0
+        self._said = -math.inf
+        """When it last said that it leads."""
         self._another = asyncio.Event()
         """Set, and replaced by a new one, when another controller leads, or answers may have been lost."""
         self._subscription: Subscription | None = None
@@ -45,7 +55,14 @@ class Leader:
             await self._subscription.unsubscribe()
             self._subscription = None
 
+    @property
+    def leads(self) -> bool:
+        """Whether one leads, as far as this gateway hears."""
+        return self._clock() - self._said < LEADS_S
+
     def _heard(self, leads: Term, _subject: str) -> None:
+        if leads.term >= self._term:
+            self._said = self._clock()
         if leads.term <= self._term:
             return
         log.info("controller %s leads with term %d", leads.controller, leads.term)

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from sllm_runtime.platform.bus import Bus, Subscription
+from sllm_runtime.platform.hearing import Hearing
+from sllm_runtime.platform.presence import SETTLE_S
 from sllm_runtime.protocol import codec, limits, subjects
 from sllm_runtime.protocol.errors import DeadlineExceeded, SllmError, Unavailable
 from sllm_runtime.protocol.frames import (
@@ -44,6 +46,20 @@ class Receiver(Protocol):
     def on_items(self, node: str, items: tuple[Incoming, ...]) -> None: ...
 
     def on_reconnect(self) -> None: ...
+
+
+class _Way:
+    """Whether anything can come from a node just now."""
+
+    def __init__(self, bus: Bus, now: float) -> None:
+        self._bus, self._hearing = bus, Hearing(bus.heard, now)
+
+    def stands(self, now: float) -> bool:
+        """Whether there is a connection, by which something comes."""
+        if not self._bus.connected:
+            self._hearing = Hearing(self._bus.heard, now)
+            return False
+        return not self._hearing.deaf(self._bus.heard, now)
 
 
 class Link:
@@ -112,18 +128,19 @@ class Link:
                     log.warning("%s", error.message)
 
     async def open(self, node: str, request: Open, before: Callable[[], Awaitable[None]] | None = None) -> Opened:
-        """Ask ``node`` to take a call; asked again until it answers. Time without a connection does not count, and
-        nothing is asked then: it would lie in a buffer until somebody else has the call. ``before`` comes before the
-        first time after it.
+        """Ask ``node`` to take a call; asked again until it answers. Time without a connection, or in which nothing at
+        all comes by it, does not count, and nothing is asked then: it would lie in a buffer until somebody else has
+        the call. ``before`` comes before the first time after it.
 
         Raises ``Unavailable`` if nobody is there, ``DeadlineExceeded`` if there is and it does not answer, or is no
         more and may have taken it: it was asked before, and did not answer. And what ``before`` raises.
         """
         subject = subjects.node_open(node, self._gateway)
         left, asked, away, first = limits.RPC_TIMEOUT_S, False, False, self._clock()
+        way, settling = _Way(self._bus, first), 0.0
         while True:
-            if not self._bus.connected:
-                away = True
+            if not way.stands(self._clock()):
+                away, left, settling = True, limits.RPC_TIMEOUT_S, SETTLE_S
                 await asyncio.sleep(limits.RESEND_AFTER_S)
                 continue
             if away and before is not None:
@@ -133,11 +150,11 @@ class Link:
             try:
                 opened = await self._bus.call(subject, request, Opened, timeout_s=OPEN_TRY_S)
             except Unavailable as error:
-                if self._bus.connected:
-                    if asked:
-                        raise DeadlineExceeded(error.message) from error
-                    raise
-                asked = away = True  # it may have been on its way when the connection broke
+                if not self._bus.connected:
+                    asked, away, settling = True, True, SETTLE_S  # it may have been on its way as the connection broke
+                elif not asked or settling <= 0:
+                    raise (DeadlineExceeded(error.message) if asked else error) from error.__cause__
+                settling -= limits.RESEND_AFTER_S  # the node, whom the same cut off, may be on its way as well
                 await asyncio.sleep(limits.RESEND_AFTER_S)
             except DeadlineExceeded:
                 asked, away = True, not self._bus.connected

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -12,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sllm_gateway.call import Call
-from sllm_runtime.protocol.errors import BY_CODE, SllmError
+from sllm_runtime.protocol.errors import BY_CODE, QueueFull, SllmError
 
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900)
@@ -20,8 +21,8 @@ _KINDS: Final = ("prompt", "completion", "cached")
 OTHER = "other"
 """Label of codes that this release does not know."""
 GONE: Final = 100
-"""Functions that are deployed no more and have their series still, those that were called last: a scrape takes the loop
-0.4 ms for each function."""
+"""Functions that are deployed no more and have their series still, those that were called last: a scrape takes 0.4 ms
+of a CPU for each function."""
 
 
 class Metrics:
@@ -32,6 +33,9 @@ class Metrics:
         self._deployed = deployed
         self._functions: OrderedDict[str, set[str]] = OrderedDict()
         """With the codes that were counted of each: to look for its series among all takes the loop milliseconds."""
+        self._present: Collector | None = None
+        self._page: asyncio.Future[bytes] | None = None
+        """What is being written for who has asked."""
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter("sllm_http_requests", "HTTP requests", ["route", "status"], registry=registry)
@@ -85,7 +89,9 @@ class Metrics:
         """Count a call that is over."""
         function, marks = call.version.function, call.marks
         self._count(function, _code(call.error) if call.error else "ok")
-        self.seconds.labels(function).observe(now - call.order.accepted)
+        if not isinstance(call.error, QueueFull):  # which took no time: it was refused, as others that are no calls
+            over = now if call.error is None or marks.failed is None else marks.failed  # its node may be slow to say so
+            self.seconds.labels(function).observe(over - call.order.accepted)
         if marks.first is not None:
             self.ttft.labels(function).observe(marks.first - call.order.accepted)
         if marks.started is not None:
@@ -118,14 +124,35 @@ class Metrics:
         running: Callable[[], int],
         drawn: Callable[[], dict[str, int]],
         gateways: Callable[[], int],
+        nodes: Callable[[], int],
+        leads: Callable[[], bool],
+        ready: Callable[[], bool],
     ) -> None:
-        """Read queue depths, running calls and their tokens so far, and how many gateways live, when somebody asks for
-        the metrics."""
-        self.registry.register(_Depths(depths, running, drawn, gateways))
+        """Read queue depths, running calls and their tokens so far, how many gateways and nodes live, whether a
+        controller leads and this gateway is ready, when somebody asks for the metrics."""
+        self._present = _Present(depths, running, drawn, gateways, nodes, leads, ready)
 
     def text(self) -> bytes:
         """The exposition format."""
-        return generate_latest(self.registry)
+        return self._text(self._now())
+
+    async def page(self) -> bytes:
+        """As ``text``, beside the loop: of a thousand functions it takes half a second, in which no stream may stand
+        still. Who asks meanwhile gets the same one."""
+        if self._page is None:
+            self._page = asyncio.ensure_future(asyncio.to_thread(self._text, self._now()))
+            self._page.add_done_callback(self._written)
+        return await asyncio.shield(self._page)
+
+    def _written(self, _: asyncio.Future[bytes]) -> None:
+        self._page = None
+
+    def _now(self) -> Sequence[Metric]:
+        """What is read of the gateway itself, which only the loop may do."""
+        return [*self._present.collect()] if self._present is not None else []
+
+    def _text(self, now: Sequence[Metric]) -> bytes:
+        return generate_latest(self.registry) + generate_latest(_Collected(now))
 
 
 def _code(error: SllmError) -> str:
@@ -133,15 +160,29 @@ def _code(error: SllmError) -> str:
     return error.code if error.code in BY_CODE else OTHER
 
 
-class _Depths(Collector):
+class _Collected(Collector):
+    """What was collected before."""
+
+    def __init__(self, found: Sequence[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
+
+
+class _Present(Collector):
     def __init__(
         self,
         depths: Callable[[], dict[str, int]],
         running: Callable[[], int],
         drawn: Callable[[], dict[str, int]],
         gateways: Callable[[], int],
+        nodes: Callable[[], int],
+        leads: Callable[[], bool],
+        ready: Callable[[], bool],
     ) -> None:
         self._depths, self._running, self._drawn, self._gateways = depths, running, drawn, gateways
+        self._nodes, self._leads, self._ready = nodes, leads, ready
 
     def collect(self) -> Iterable[Metric]:
         waiting = GaugeMetricFamily("sllm_queue_depth", "Calls that wait for a slot", labels=["function"])
@@ -154,3 +195,6 @@ class _Depths(Collector):
         yield drawn
         yield GaugeMetricFamily("sllm_calls_open", "Calls between acceptance and end", value=self._running())
         yield GaugeMetricFamily("sllm_gateways", "Gateways that live, this one among them", value=self._gateways())
+        yield GaugeMetricFamily("sllm_nodes", "Nodes that report", value=self._nodes())
+        yield GaugeMetricFamily("sllm_controller_leads", "Whether a controller says that it leads", value=self._leads())
+        yield GaugeMetricFamily("sllm_ready", "Whether this gateway is ready, as /readyz says it", value=self._ready())

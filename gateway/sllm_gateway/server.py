@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from functools import partial
@@ -30,6 +31,14 @@ BEHIND: Final = 4 * MAX_HEAD
 """Bytes behind a request that are read while it is answered: who reads nothing does not hear of its client's end."""
 PIPELINED: Final = 64
 """Requests that may wait behind the one that is answered: each is kilobytes here, and some twenty bytes to send."""
+_KEEPS_ALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 9),
+)
+"""An answer in one piece is silent until it is there: whatever forgets such connections on the way (a NAT after 60 s)
+is reminded, and a caller whose machine or network is gone is noticed in two minutes, who would be told nothing else."""
 _BODY: Final = (
     "the request's body does not end as its headers say: Content-Length is its length in bytes, not in characters, and"
     " the one Transfer-Encoding that is read is chunked"
@@ -334,6 +343,8 @@ def listen(settings: GatewaySettings) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for level, option, value in _KEEPS_ALIVE:  # of those that it takes as well
+            listener.setsockopt(level, option, value)
         listener.bind((settings.host, settings.port))
         listener.listen(settings.backlog)
         listener.setblocking(False)
@@ -345,8 +356,14 @@ def listen(settings: GatewaySettings) -> socket.socket:
     return listener
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """A reader that is cut off as this gateway stops is none: ``Front`` has said so, and uvicorn calls it a bug."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def make_server(app: Any, settings: GatewaySettings) -> Server:
     """A server for ``app``, not started."""
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     config = uvicorn.Config(
         app,
         http=partial(Connection, head_s=settings.head_timeout),  # type: ignore[arg-type]

@@ -34,9 +34,11 @@ class Starts:
         """The one that has been silent for longest first."""
         self._furthest: dict[Key, Progress] = {}
         self._boots: dict[str, str] = {}
+        self._heard: dict[str, float] = {}
 
     def on_status(self, status: NodeStatus, now: float) -> None:
         """Take a report in."""
+        self._heard[status.node] = now
         before = self._forget(status.node)
         after: dict[Key, Progress] = {}
         for instance in status.instances:
@@ -46,6 +48,11 @@ class Starts:
         if after:
             self._by_node[status.node] = _Report(after, now)
         self._look({key for key in (*before, *after) if before.get(key) != after.get(key)})
+
+    def nodes(self, now: float) -> int:
+        """How many report."""
+        self._heard = {node: at for node, at in self._heard.items() if now - at < limits.LOST_AFTER_S}
+        return len(self._heard)
 
     def restarted(self, status: NodeStatus) -> bool:
         """Whether this report is of another life of its node than the one before: its instances are gone."""

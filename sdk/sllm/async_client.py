@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlencode
@@ -14,7 +15,7 @@ import httpx
 
 from sllm import answers, transport
 from sllm.answers import Observe, Trace
-from sllm.connection import Connection
+from sllm.connection import ABREAST, LIMITS, Connection
 from sllm.following import CANCEL_S, Following
 from sllm.gateways import Asking
 from sllm.sse import Event, Parser
@@ -25,8 +26,18 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     """``Client`` for asyncio; ``async with AsyncClient() as client``."""
 
     @staticmethod
-    def _pool(options: Mapping[str, Any], wire: Mapping[str, Any]) -> httpx.AsyncClient:
-        return httpx.AsyncClient(**options, mounts={"all://": httpx.AsyncHTTPTransport(**wire)})
+    def _pool(options: Mapping[str, Any], ways: Mapping[str, str | None]) -> httpx.AsyncClient:
+        wire = partial(httpx.AsyncHTTPTransport, verify=options["verify"], limits=LIMITS)
+        mounts = {at: wire(proxy=way) if way else None for at, way in ways.items()}
+        return httpx.AsyncClient(**options, transport=wire(), mounts=mounts)
+
+    @staticmethod
+    def _whose() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    @staticmethod
+    def _gate() -> asyncio.Semaphore:
+        return asyncio.Semaphore(ABREAST)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -47,7 +58,8 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         """As ``Client.call``."""
         options = self._whole(arguments)
         path, seen = transport.function_path(name, version), trace or Trace()
-        return await self._again(lambda: self._once("POST", path, seen, options), repeatable=False)
+        async with self._room:
+            return await self._again(lambda: self._once("POST", path, seen, options), repeatable=False)
 
     async def stream(
         self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
+from functools import partial
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlencode
@@ -14,7 +17,7 @@ import httpx
 from sllm import answers, transport
 from sllm.answers import Observe, Trace
 from sllm.async_client import AsyncClient
-from sllm.connection import Connection
+from sllm.connection import ABREAST, LIMITS, Connection
 from sllm.following import CANCEL_S, Following, Losing
 from sllm.gateways import Asking
 from sllm.sse import Event, Parser
@@ -27,8 +30,18 @@ class Client(Connection[httpx.Client]):
     """A connection pool to a platform. Use as a context manager, or ``close`` it."""
 
     @staticmethod
-    def _pool(options: Mapping[str, Any], wire: Mapping[str, Any]) -> httpx.Client:
-        return httpx.Client(**options, mounts={"all://": httpx.HTTPTransport(**wire)})
+    def _pool(options: Mapping[str, Any], ways: Mapping[str, str | None]) -> httpx.Client:
+        wire = partial(httpx.HTTPTransport, verify=options["verify"], limits=LIMITS)
+        mounts = {at: wire(proxy=way) if way else None for at, way in ways.items()}
+        return httpx.Client(**options, transport=wire(), mounts=mounts)
+
+    @staticmethod
+    def _whose() -> int:
+        return os.getpid()
+
+    @staticmethod
+    def _gate() -> threading.Semaphore:
+        return threading.Semaphore(ABREAST)
 
     def __enter__(self) -> Client:
         return self
@@ -46,10 +59,9 @@ class Client(Connection[httpx.Client]):
     ) -> Any:
         """Call a function; its whole answer. Sent again only where it certainly did not run."""
         options = self._whole(arguments)
-        return self._again(
-            lambda: self._once("POST", transport.function_path(name, version), trace or Trace(), options),
-            repeatable=False,
-        )
+        path, seen = transport.function_path(name, version), trace or Trace()
+        with self._room:
+            return self._again(lambda: self._once("POST", path, seen, options), repeatable=False)
 
     def stream(
         self, name: str, arguments: Mapping[str, Any], *, version: int | None = None, trace: Trace | None = None

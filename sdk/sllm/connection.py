@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, TypeVar
 
 import httpx
 
@@ -14,7 +14,11 @@ from sllm.profiles import Profile
 from sllm.retry import Retry
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError
 
-Pool = TypeVar("Pool")
+Pool = TypeVar("Pool", httpx.Client, httpx.AsyncClient)
+LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+"""As many connections as streams: one that waited for another's end would count as a gateway that is silent."""
+ABREAST: Final = 100
+"""Answers in one piece that a client waits for at once: the rest of a batch waits here, not in the function's queue."""
 
 
 class Connection(Generic[Pool]):
@@ -40,12 +44,12 @@ class Connection(Generic[Pool]):
         self._timeout = timeout
         self._retry = retry or Retry()
         options = transport.options(self.profile, timeout)
-        wire = {
-            "verify": transport.secure(self.profile),
-            "proxy": transport.proxy() if options["trust_env"] else None,
-        }
+        ways = transport.proxies() if options["trust_env"] else {}
+        self._anew: Callable[[], tuple[Pool, Any]] = lambda: (self._pool(options, ways), self._gate())
+        self._owner: object = None
+        """Whose connections these are; None: nobody has used them."""
         try:
-            self._http = self._pool(options, wire)
+            self._made: tuple[Pool, Any] = self._anew()
         except (ImportError, ValueError, httpx.InvalidURL) as error:  # of SOCKS, of no scheme that is known, no address
             raise InvalidRequest(
                 f"the proxy that the environment names (ALL_PROXY, HTTP_PROXY or HTTPS_PROXY) cannot be used: {error}"
@@ -53,8 +57,36 @@ class Connection(Generic[Pool]):
 
     @staticmethod
     @abstractmethod
-    def _pool(options: Mapping[str, Any], wire: Mapping[str, Any]) -> Pool:
-        """A client of httpx with ``options``, all of whose connections are made with ``wire``."""
+    def _pool(options: Mapping[str, Any], ways: Mapping[str, str | None]) -> Pool:
+        """A client of httpx with ``options``. ``ways``: as ``transport.proxies``; it reads no other."""
+
+    @staticmethod
+    @abstractmethod
+    def _whose() -> object:
+        """Who can use connections that are made now."""
+
+    @staticmethod
+    @abstractmethod
+    def _gate() -> Any:
+        """A semaphore of ABREAST."""
+
+    def _own(self) -> tuple[Pool, Any]:
+        """Of who asks. Connections of another process (this one was forked), or of an event loop of before, are left
+        alone: whoever shares a connection reads another's answers, and a loop that has ended reads nothing."""
+        owner = self._whose()
+        if self._owner is None:
+            self._owner = owner
+        elif self._owner != owner and not self._made[0].is_closed:
+            self._owner, self._made = owner, self._anew()
+        return self._made
+
+    @property
+    def _http(self) -> Pool:
+        return self._own()[0]
+
+    @property
+    def _room(self) -> Any:
+        return self._own()[1]
 
     @property
     def url(self) -> str:

@@ -12,7 +12,7 @@ from sllm.answers import Trace, of_a_proxy
 from sllm.gateways import Gateways
 from sllm.sse import Event
 from sllm.transport import Unreached
-from sllm_runtime.protocol.errors import CallMoved, InstanceLost, SllmError, Unavailable
+from sllm_runtime.protocol.errors import CallMoved, InstanceLost, SllmError, Unauthorized, Unavailable
 from sllm_runtime.protocol.http import CALLS
 
 FOLLOW_S: Final = 30.0
@@ -71,6 +71,8 @@ class Following:
                 raise error
             self.lost, self.call, self._since = error, self.call or trace.call, now
             self._reads_on = True
+        elif isinstance(error, Unauthorized):  # whoever reads on with that token is let in nowhere
+            raise error from self.lost
         elif not error.retryable or (now - self._since > FOLLOW_S and self._tries >= len(self.gateways)):
             raise self.lost from error
         trace.call = self.call

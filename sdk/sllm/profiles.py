@@ -125,7 +125,10 @@ def save(name: str, url: str, token: str | None) -> Path:
     except ValueError as error:
         raise InvalidRequest(str(error), field="name") from error
     with _changed() as known:
-        known[name] = {"url": _url(url)} | ({"token": _token(token)} if token else {})
+        before, new = known.get(name, {}), {"url": _url(url)} | ({"token": _token(token)} if token else {})
+        if "urls" in before and str(before.get("url", "")).rstrip("/") == new["url"]:  # a new token for the same one
+            new |= {"urls": before["urls"]}
+        known[name] = new
     return profiles_file()
 
 

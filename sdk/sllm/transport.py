@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,11 +47,29 @@ def options(profile: Profile, timeout: float | None) -> dict[str, Any]:
     }
 
 
-def proxy() -> str | None:
-    """What the environment names for all schemes (``ALL_PROXY``), which the mount for all of them has the place of."""
+def proxies() -> dict[str, str | None]:
+    """The proxies that the environment names, by the pattern of httpx for what they are asked for; None: for nothing.
+    httpx itself refuses every URL where NO_PROXY has an address in brackets or a network of IPv6."""
     found = getproxies()
-    address = "" if "*" in map(str.strip, found.get("no", "").split(",")) else found.get("all", "")
-    return address if "://" in address else f"http://{address}" if address else None
+    past = [each.strip() for each in found.get("no", "").split(",")]
+    if "*" in past:
+        return {}
+    named = {f"{scheme}://": found[scheme] for scheme in ("http", "https", "all") if found.get(scheme)}
+    ways: dict[str, str | None] = {at: way if "://" in way else f"http://{way}" for at, way in named.items()}
+    return ways | {at: None for at in map(_pattern, filter(None, past)) if at}
+
+
+def _pattern(past: str) -> str:
+    """Of an entry of NO_PROXY, as httpx makes it; "": it can say nothing of it."""
+    with suppress(ValueError):
+        address = ipaddress.ip_address(past.strip("[]"))
+        return f"all://[{address}]" if address.version == 6 else f"all://{address}"
+    exact = past.startswith("[") or past.lower() == "localhost"
+    pattern = past if "://" in past else f"all://{past}" if exact else f"all://*{past}"
+    with suppress(httpx.InvalidURL):
+        httpx.URL(pattern)
+        return pattern
+    return ""
 
 
 def secure(profile: Profile) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from sllm_gateway.arguments import given
 from sllm_gateway.asgi import Receive, Scope, Send
@@ -25,18 +25,19 @@ class FunctionRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = self._caller
         accepted = caller.clock()
-        call_id = await caller.new_id(scope)
-        wish, stream = wish_of(scope), wants_events(scope)
+        with self._refusing(scope):
+            call_id = await caller.new_id(scope)
+            wish, stream = wish_of(scope), wants_events(scope)
         body = None
         if wish is not None and wish.key:
-            known = caller.lookup.has(scope["path_params"]["name"])  # else it is no label
-            with caller.metrics.refusing(scope["path_params"]["name"]) if known else nullcontext():
+            with self._refusing(scope):
                 body = given(await caller.body(scope, receive))
                 found = await caller.keeping.again(scope, body, wish)
             if found is not None:
                 await caller.keeping.answer(found, scope, send, wish, stream=stream)
                 return
-        version = await self._find(scope["path_params"])
+        with self._refusing(scope):
+            version = await self._find(scope["path_params"])
         with caller.metrics.refusing(version.function):
             body = await version.arguments.check(await caller.body(scope, receive) if body is None else body)
         order = caller.order(scope, version, "fn", body, call=call_id, stream=stream, accepted=accepted)
@@ -49,6 +50,11 @@ class FunctionRoute:
         else:
             encoder = FunctionBody(version.manifest.handler.streams)
             await caller.responder.whole(call, encoder, scope, send)
+
+    def _refusing(self, scope: Scope) -> AbstractContextManager[None]:
+        """As ``Metrics.refusing``; a name of nothing that is deployed is no label."""
+        name = scope["path_params"]["name"]
+        return self._caller.metrics.refusing(name) if self._caller.lookup.has(name) else nullcontext()
 
     async def _find(self, path: dict[str, str]) -> Version:
         name, number = path["name"], path.get("version")

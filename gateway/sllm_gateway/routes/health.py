@@ -37,4 +37,4 @@ class MetricsRoute:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(send, 200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._metrics.text())
+        await answer(send, 200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], await self._metrics.page())

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import socketserver
 import struct
 import sys
 import threading
@@ -71,6 +72,11 @@ class PeerServer(http.server.ThreadingHTTPServer):
         except OSError as error:
             raise Unavailable(f"peers cannot be served at {address[0]}:{address[1]}: {error.strerror}") from error
         self._thread = threading.Thread(target=self.serve_forever, args=(0.2,), name="sllm-peers", daemon=True)
+
+    def server_bind(self) -> None:
+        """Without the name of its address, which nobody needs: 10 s are waited for a resolver that is silent."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def start(self) -> None:
         """Begin to serve."""

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -14,7 +16,7 @@ from typing import Any, Final, TypeVar
 from sllm_loaderd.files import is_small_file
 from sllm_loaderd.sources import Entry
 from sllm_loaderd.sources.attempts import RemoteLimits
-from sllm_loaderd.sources.remote import Remote, Sign
+from sllm_loaderd.sources.remote import RENEWED_S, Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
 from sllm_runtime.protocol.errors import (
     Forbidden,
@@ -77,7 +79,8 @@ class HubSource:
         url = hf_hub_url(self._name, entry.name, revision=self._info()[0])
         with self._lock:
             if self._remote is None:
-                self._remote = Remote(self.path, _authorised(url), remedy=_REMEDY)
+                keys = _Token(url)
+                self._remote = Remote(self.path, keys.sign, remedy=_REMEDY, renew=keys.renew)
         # The tag of the listing is git's, the one of the answer the store's: the commit in the address fixes the bytes.
         return RemoteObject(self._remote, url, Entry(entry.name, entry.nbytes), f"{self._label}/{entry.name}")
 
@@ -127,16 +130,28 @@ class HubSource:
         return Unavailable(f"{self._label}: the hub answered {status}: {error}")
 
 
-def _authorised(hub_url: str) -> Sign:
+class _Token:
     """Signs requests to the hub itself; where it redirects to gets no token."""
-    from huggingface_hub import get_token
 
-    token, hub = get_token(), "/".join(hub_url.split("/")[:3]) + "/"
+    def __init__(self, hub_url: str) -> None:
+        from huggingface_hub import get_token
 
-    def sign(method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
-        return {**headers, "Authorization": f"Bearer {token}"} if token and url.startswith(hub) else headers
+        self._token, self._hub = get_token(), "/".join(hub_url.split("/")[:3]) + "/"
+        self._lock, self._renewed = threading.Lock(), -math.inf
 
-    return sign
+    def sign(self, method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
+        """As ``Sign``."""
+        token = self._token
+        return {**headers, "Authorization": f"Bearer {token}"} if token and url.startswith(self._hub) else headers
+
+    def renew(self) -> bool:
+        """As ``Remote`` asks for it: ``hf auth login`` writes another one into its file."""
+        from huggingface_hub import get_token
+
+        with self._lock:
+            if (found := get_token()) != self._token:
+                self._token, self._renewed = found, time.monotonic()
+            return time.monotonic() - self._renewed < RENEWED_S
 
 
 def _wanted(name: str) -> bool:

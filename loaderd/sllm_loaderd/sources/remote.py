@@ -32,6 +32,10 @@ _SLICE: Final = 1 * MIB
 _DETAIL: Final = 16 * KIB
 _NO_HEAD: Final = (403, 405, 501)
 """Refusals that may be of HEAD alone: an address that was signed for GET, a server that has no other method."""
+RENEWED_S: Final = 10.0
+"""After other keys were found so long what was refused may have been signed with those of before."""
+_KEYS: Final = (400, 401, 403)
+"""What keys that are none, or none any more, are answered with: S3 says 400 of a token that has expired."""
 _NO_BYTE: Final = 416
 """What a ranged GET of an empty object is answered with."""
 
@@ -65,12 +69,15 @@ class Remote:
         limits: RemoteLimits | None = None,
         chance: random.Random | None = None,
         direct: bool = False,
+        renew: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``direct``: also where the environment names a proxy."""
+        """``direct``: also where the environment names a proxy. ``renew``: look for other keys to sign with, where
+        those that there are have been refused; whether there are any, since this or a moment ago."""
         self.path = path
         self.remedy = remedy
         self.limits = limits or RemoteLimits()
         self.sign = sign
+        self._renew = renew
         self._chance = chance or random.Random()
         self._connections = Connections(self.limits.connect_s, self.limits.stall_s, direct=direct)
         self._closed = threading.Event()
@@ -154,7 +161,7 @@ class Remote:
         elif method != "HEAD":
             connection.reusable = False
         error = refusal(head.status, what, detail, self.remedy)
-        if head.status in AGAIN:
+        if head.status in AGAIN or (head.status in _KEYS and self._renew()):
             return TryAgain(error, retry_after(head.headers.get("retry-after", "")))
         return error
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from urllib.parse import quote
 from sllm_loaderd.files import gguf_parts
 from sllm_loaderd.sources import MAX_ENTRIES, Entry
 from sllm_loaderd.sources.listing import fingerprint, wanted
-from sllm_loaderd.sources.remote import Remote
+from sllm_loaderd.sources.remote import RENEWED_S, Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
 from sllm_runtime.protocol.checkpoint import is_plain_name
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
@@ -122,7 +125,20 @@ class _Access:
         scope = _SCOPE.search(query)
         self._region = scope["region"] if scope else self.client.meta.region_name
         self.base = address.removesuffix("-")
-        self.remote = Remote(path, self._sign, remedy=_REMEDY)
+        self._lock, self._renewed = threading.Lock(), -math.inf
+        self.remote = Remote(path, self._sign, remedy=_REMEDY, renew=self._renew)
+
+    def _renew(self) -> bool:
+        """As ``Remote`` asks for it: keys in files are replaced while this runs, and botocore reads these once."""
+        import boto3
+        from botocore.exceptions import BotoCoreError
+
+        with self._lock:
+            with contextlib.suppress(BotoCoreError, OSError):  # a file that is just being written
+                found = boto3.Session().get_credentials()
+                if found is not None and found.get_frozen_credentials() != self._credentials.get_frozen_credentials():
+                    self._credentials, self._renewed = found, time.monotonic()
+            return time.monotonic() - self._renewed < RENEWED_S
 
     def _sign(self, method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
         """Signature version 4. Frozen credentials are renewed by botocore when they expire."""

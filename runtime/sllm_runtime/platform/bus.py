@@ -25,7 +25,7 @@ from nats.js import JetStreamContext
 
 from sllm_runtime.platform import requests
 from sllm_runtime.platform.callbacks import Callback, Callbacks
-from sllm_runtime.platform.connection import connection_options, open_connection
+from sllm_runtime.platform.connection import connection_options, is_refusal, open_connection
 from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.platform.outbox import Outbox, encode, text
 from sllm_runtime.platform.owned import Tasks
@@ -63,7 +63,7 @@ class Bus:
         self._subscriptions: dict[NatsSubscription, Subscription] = {}
         self._outbox = Outbox(self._client, self._tasks)
         self._questions = requests.Questions(self._client)
-        self._closing = False
+        self._closing = self._refused = False
 
     @classmethod
     async def connect(
@@ -300,6 +300,14 @@ class Bus:
                 subscription.dropped = True
                 log.error("messages on %s were lost: the subscriber is slow", subscription.subject)
             return
+        if is_refusal(error) and not self._client.is_connected and not self._refused:
+            self._refused = True
+            log.warning(
+                "NATS refuses %s: %s; asked again for ever: see SLLM_NATS_CREDS, SLLM_NATS_CA and"
+                " SLLM_NATS_CERT, whose files are read anew each time",
+                self.identity,
+                text(error),
+            )
         level = logging.ERROR if "permissions violation" in str(error).lower() else logging.DEBUG
         log.log(level, "NATS: %s", text(error))
 
@@ -311,7 +319,7 @@ class Bus:
 
     async def _when_reconnected(self) -> None:
         log.info("NATS is there again; %d messages were not sent meanwhile", self._outbox.lost)
-        self._outbox.lost = 0
+        self._outbox.lost, self._refused = 0, False
         self._run(self._reconnected, "reconnected")
 
     async def _when_closed(self) -> None:

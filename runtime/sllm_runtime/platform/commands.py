@@ -29,6 +29,7 @@ from sllm_runtime.platform.process import PARENT, die_with_parent, require_calls
 from sllm_runtime.platform.running import Running, read_running, stop_running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.spawned import PoolSettings
+from sllm_runtime.platform.telemetry import configure_logging
 from sllm_runtime.platform.up import Platform, require_disk
 from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
 from sllm_runtime.protocol.profiles import profile_name
@@ -94,6 +95,7 @@ def up(
     )
     for directory in (options.home, options.data):
         _require_writable(directory)
+    _require_own(options.data)
     if warning := require_disk(options):
         _note(warning)
     if detach:
@@ -116,13 +118,19 @@ def _begin(with_parent: bool) -> None:
     if with_parent:
         starter = os.environ.get(PARENT)
         die_with_parent(signal.SIGTERM, int(starter) if starter else None)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    settings = Settings.load()
+    if settings.log_json:  # it goes where the daemons' logs go, to who reads those by line
+        configure_logging("platform", "up", settings)
+    else:
+        logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 def _join(data: Path, as_json: bool, with_parent: bool) -> int:
     """``--node``."""
     settings = JoinSettings.load()
     _require_writable(data)
+    _require_own(data)
     _begin(with_parent)
 
     def show(running: Running) -> None:
@@ -209,6 +217,19 @@ def _require_writable(directory: Path) -> None:
             f"nothing can be kept in {directory} ({error.strerror}); "
             "choose a directory that you may write by SLLM_HOME, or by --data for what runs"
         ) from error
+
+
+def _require_own(data: Path) -> None:
+    """Raises ``InvalidRequest`` for a directory of the platform's in there that this user can do nothing in; of secrets
+    who asks for one is told."""
+    for pattern in ("logs/", "nats/", "nats/*/", "nodes/", "nodes/*/", "nodes/*/*/", "pool/"):
+        for path in sorted(data.glob(pattern)):
+            if path.is_dir() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                raise InvalidRequest(
+                    f"{path} belongs to user {path.stat().st_uid} and user {os.getuid()} cannot use it: this platform"
+                    " was started by another user, or is a copy that lost its owners;"
+                    f" `chown -R {os.getuid()} {data}`, or start it as that user"
+                )
 
 
 def _require_temporary() -> None:

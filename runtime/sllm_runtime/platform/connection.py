@@ -14,7 +14,9 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 
+from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.platform.owned import end
+from sllm_runtime.platform.replaced import Stamp, stamps
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol import nats_versions, subjects
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
@@ -37,7 +39,7 @@ _REFUSED = ("authorization", "authentication", "unauthorized", "credentials")
 
 
 async def open_connection(
-    client: Client,
+    client: DirectClient,
     settings: Settings,
     identity: str,
     options: dict[str, Any],
@@ -60,6 +62,7 @@ async def open_connection(
         "reconnected_cb": on_reconnect,
         "closed_cb": on_closed,
     }
+    client.renewed = Certificates(settings).renewed
     await _connect(client, settings, options, troubles)
     # Not refused: a platform that runs on it would not come up again after an upgrade.
     if problem := nats_versions.problem(version := client.connected_server_version):
@@ -87,10 +90,14 @@ class _Troubles:
 
     async def happened(self, error: Exception) -> None:
         self.last = str(error) or type(error).__name__
-        fatal = isinstance(error, ssl.SSLError) or any(word in self.last.lower() for word in _REFUSED)
-        if fatal and not self.refused.done() and not self._client.is_connected:
+        if is_refusal(error) and not self.refused.done() and not self._client.is_connected:
             self.refused.set_result(_refusal(self._settings, self._identity, self.last))
         await self._tell(error)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether it says that keys or certificates do not fit, which no further try changes by itself."""
+    return isinstance(error, ssl.SSLError) or any(word in str(error).lower() for word in _REFUSED)
 
 
 async def _connect(client: Client, settings: Settings, options: dict[str, Any], troubles: _Troubles) -> None:
@@ -182,6 +189,25 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     except OSError as error:
         raise InvalidRequest(f"SLLM_NATS_CA, SLLM_NATS_CERT, SLLM_NATS_KEY: {error}") from error
     return context
+
+
+class Certificates:
+    """TLS by its files, which are renewed in place while daemons run: read again before a connection is made."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._seen = self._stamps()
+
+    def renewed(self) -> ssl.SSLContext | None:
+        """Anew, where a file is another one than before. Raises as ``tls_context``: then they are looked at again."""
+        if (now := self._stamps()) == self._seen:
+            return None
+        context = tls_context(self._settings)
+        self._seen = now
+        return context
+
+    def _stamps(self) -> tuple[Stamp, ...]:
+        return stamps(self._settings.nats_ca, self._settings.nats_cert, self._settings.nats_key)
 
 
 async def _require_jetstream(client: Client, settings: Settings, identity: str) -> None:

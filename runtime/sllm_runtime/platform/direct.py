@@ -10,16 +10,20 @@ of it that works in another way all goes the ordinary way, and this module's tes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, TypeAlias
 
+import nats.errors
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from sllm_runtime.protocol.errors import SllmError
 from sllm_runtime.protocol.limits import KIB
 
 Listener: TypeAlias = Callable[[str, str, bytes, str], None]
@@ -43,6 +47,8 @@ class DirectClient(Client):
         self._listeners: dict[int, Listener] = {}
         self.heard = 0
         """Messages and answers to pings that came."""
+        self.renewed: Callable[[], ssl.SSLContext | None] = lambda: None
+        """TLS by its files, where these are others than they were."""
 
     async def listen(self, subject: str, listener: Listener) -> NatsSubscription:
         """Call ``listener`` for each message as soon as it is parsed: nothing is queued for it, and nothing dropped.
@@ -76,6 +82,11 @@ class DirectClient(Client):
         """At the first address of its name that takes the connection, each within ``connect_timeout``: nats-py gives
         that to all of them together and the resolver, so that one dead address, or a slow resolver, was the end of
         every try."""
+        if (old := self._socket()) is not None:
+            old.abort()  # of a try that was refused: nats-py leaves it open
+        with contextlib.suppress(SllmError):  # files that are half replaced: by those of before, and looked at again
+            if (context := self.renewed()) is not None:
+                self.options["tls"] = context
         s.last_attempt = time.monotonic()  # of a copy, below: nobody presses a server that ends each connection
         found = await asyncio.get_running_loop().getaddrinfo(s.uri.hostname, s.uri.port, type=socket.SOCK_STREAM)
         problem: Exception | None = None
@@ -87,6 +98,16 @@ class DirectClient(Client):
             except (OSError, TimeoutError) as error:
                 problem = error
         raise problem or OSError(f"{s.uri.hostname} has no address")
+
+    def _connect_command(self) -> bytes:
+        """A credentials file that is none (one that is just being written) fails this try alone: nats-py would make no
+        other, and nobody would hear of it."""
+        try:
+            return super()._connect_command()
+        except (OSError, nats.errors.Error):
+            raise
+        except Exception as error:
+            raise nats.errors.Error(f"nats: the credentials are none ({type(error).__name__})") from error
 
     async def _attempt_reconnect(self) -> None:
         """Without what the old connection has not taken: nats-py would wait until that is sent, and the kernel goes on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ class Options:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        host = reached(self.host)
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         return tuple(f"http://{host}:{port}" for port in self.ports)
 
@@ -131,6 +132,19 @@ class Layout:
     def far_sockets(self) -> Path:
         mark = hashlib.sha256(f"{os.getuid()}:{self.data}".encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"sllm-{mark}"
+
+
+def reached(host: str) -> str:
+    """Where this machine finds who listens on ``host``. One without IPv6, as most containers, has no ``::1``, but all
+    its addresses listen on ``::``."""
+    if host != "::":
+        return "127.0.0.1" if host == "0.0.0.0" else host
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return "127.0.0.1"
+    return "::1"
 
 
 def pool_names(most: int) -> tuple[str, ...]:

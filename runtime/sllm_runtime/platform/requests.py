@@ -78,7 +78,8 @@ class Questions:
                 await self._send(subject, data, inbox)
                 return await answer
         except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s") from error
+            why = "" if self._client.is_connected else ": NATS is not connected"
+            raise DeadlineExceeded(f"no answer from {subject} within {timeout_s:g} s{why}") from error
         except (nats.errors.Error, OSError) as error:
             raise Unavailable(f"cannot ask {subject}: {text(error)}") from error
         finally:

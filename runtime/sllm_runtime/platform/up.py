@@ -18,7 +18,7 @@ from sllm_runtime.platform.chronicle import Chronicle
 from sllm_runtime.platform.daemon import ready
 from sllm_runtime.platform.disk import DiskWatch, free, require_room
 from sllm_runtime.platform.lifetime import Stop, keep, reap
-from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, drain_s, prepare, specs
+from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, drain_s, prepare, reached, specs
 from sllm_runtime.platform.nats_server import LEAST_STORE, EmbeddedNats
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import become_subreaper, end_orphans, start_time, tail
@@ -209,9 +209,8 @@ def require_port(host: str, port: int) -> None:
 
 async def answers_ready(host: str, port: int) -> bool:
     """Whether the gateway there answers ``GET /readyz`` with 200."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
-        reader, writer = await asyncio.open_connection(host, port)
+        reader, writer = await asyncio.open_connection(reached(host), port)
     except OSError:
         return False
     try:

@@ -211,7 +211,7 @@ async def last_messages(bus: Bus, stream: str, subject: str) -> dict[str, Last]:
                 if news is not None and news[2] is not None:
                     found[news[0]] = Last(news[1], news[2])
     except (Lost, TimeoutError) as error:
-        raise Unavailable(f"{subject} cannot be listed: {error or 'no answer'}") from error
+        raise Unavailable(f"{subject} cannot be listed: {str(error) or 'no answer'}") from error
     finally:
         await picture.close()
     return found

@@ -172,8 +172,8 @@ def encoded(text: str, engine: Limits, tokens: Tokens, *, special: bool = True) 
     size, context = len(text.encode()), engine.max_context
     if size > context and size > context * tokens.longest:
         raise ContextLengthExceeded(
-            f"the prompt has {size} bytes and this model's context is {context} tokens of at most {tokens.longest} "
-            "bytes: no token would fit; shorten it",
+            f"the prompt is too long: it has {size} bytes, and this model's maximum context length is {context} tokens "
+            f"of at most {tokens.longest} bytes; shorten it",
             field="prompt",
         )
     return tokens.encode(text, special=special)
@@ -193,10 +193,12 @@ def within(sampling: Sampling, room: int) -> Sampling:
 
 
 def fit(prompt: int, wanted: int, context: int) -> int:
-    """``max_tokens`` cut to what the context leaves. Raises ``ContextLengthExceeded`` where nothing is left."""
+    """``max_tokens`` cut to what the context leaves. Raises ``ContextLengthExceeded`` where nothing is left, in words
+    by which litellm and LangChain know it: they read the message."""
     if prompt >= context:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt} tokens and this model's context is {context}: no token would fit; shorten it",
+            f"the prompt is too long: it has {prompt} tokens, and this model's maximum context length is {context} "
+            "tokens; shorten it",
             field="prompt",
         )
     return min(wanted, context - prompt)

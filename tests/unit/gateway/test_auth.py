@@ -1,5 +1,6 @@
 """Which routes want a token."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from sllm_gateway.auth import Auth
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.protocol.errors import Unauthorized
 from tests.fixtures.nats import Nats
+from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import world
 
 
@@ -34,3 +36,37 @@ def test_a_token_is_replaced_while_both_are_good(tmp_path: Path) -> None:
     for wrong in (b"", b"new old", b"ne"):
         with pytest.raises(Unauthorized):
             shown(wrong)
+
+
+async def test_a_token_that_was_taken_out_of_the_file_is_refused_without_a_restart(nats: Nats, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("old\n")
+
+    def replaced(text: str) -> None:
+        (tmp_path / "next").write_text(text)
+        (tmp_path / "next").replace(file)
+
+    async with world(nats, token_file=file) as w:
+
+        async def status(token: str) -> int:
+            return (await w.http.get("/v1/models", headers={"authorization": f"Bearer {token}"})).status_code
+
+        async def becomes(token: str, wanted: int) -> None:
+            async def so() -> bool:
+                return await status(token) == wanted
+
+            await until(so, 10, what=f"{token} is answered with {wanted}")
+
+        assert await status("old") == 200
+        replaced("old\nnew\n")
+        await becomes("new", 200)
+        assert await status("old") == 200
+        replaced("new\n")
+        await becomes("old", 401)
+        for broken in ("", " \n"):  # as of somebody who is just writing it: nobody is let in by it, nor shut out
+            replaced(broken)
+            await asyncio.sleep(1.1)
+            assert (await status("new"), await status("old")) == (200, 401)
+        file.unlink()
+        await asyncio.sleep(1.1)
+        assert (await status("new"), await status("old")) == (200, 401)

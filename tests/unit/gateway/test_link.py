@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from sllm_gateway.calls import STOPPED
-from sllm_gateway.link import Link
+from sllm_gateway.link import OPEN_TRY_S, Link
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.outbox import encode
 from sllm_runtime.protocol import limits
@@ -78,6 +78,7 @@ class Away:
     def __init__(self) -> None:
         self.happened: list[str] = []
         self.connected = False
+        self.heard = 0
 
     def back(self) -> None:
         self.connected = True
@@ -130,9 +131,36 @@ async def test_time_without_a_connection_is_none_in_which_a_node_could_answer(mo
     assert bus.happened == ["asked", "back", "asked"]
 
 
+async def test_time_in_which_nothing_comes_from_nats_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that drops everything: the connection stands for 10 to 15 s more, and the node has heard of nothing."""
+    monkeypatch.setattr(limits, "RESEND_AFTER_S", 1e-6)
+    bus, now, asked = Away(), 0.0, 0
+    bus.connected = True
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.05
+        bus.heard += now > 12.0
+        return now
+
+    async def call(subject: str, request: Open, reply: type, *, timeout_s: float) -> Opened:
+        nonlocal now, asked
+        asked += 1
+        if now > 12.0:
+            return Opened(status="accepted")
+        now += timeout_s
+        raise DeadlineExceeded("no answer")
+
+    bus.call = call  # type: ignore[method-assign]
+    opened = await Link(cast(Bus, bus), "g1", clock).open("n1", cast(Open, None))
+    assert opened.status == "accepted"
+    assert asked <= 1 + limits.DEAF_S / OPEN_TRY_S + 1, "what is asked meanwhile would come all at once"
+
+
 async def test_what_was_asked_as_the_connection_broke_may_have_been_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its node is no more as NATS is back: asked elsewhere it might run twice."""
+    """Its node is no more as NATS is back, nor soon after: asked elsewhere it might run twice."""
     monkeypatch.setattr(limits, "RESEND_AFTER_S", 0.01)
+    monkeypatch.setattr("sllm_gateway.link.SETTLE_S", 0.015)
     bus = Away()
     bus.connected = True
     breaks_off = bus.call
@@ -144,4 +172,21 @@ async def test_what_was_asked_as_the_connection_broke_may_have_been_taken(monkey
     bus.call = call  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded, match="nobody is there"):
         await Link(cast(Bus, bus), "g1", lambda: 0.0).open("n1", cast(Open, None))
-    assert bus.happened == ["asked", "back", "asked"]
+    assert bus.happened == ["asked", "back", "asked", "asked"]
+
+
+async def test_a_node_that_the_same_cut_off_may_be_back_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RESEND_AFTER_S", 0.01)
+    bus = Away()
+    bus.connected = True
+    breaks_off = bus.call
+
+    async def call(*asked: Any, **how: Any) -> Opened:
+        opened = await breaks_off(*asked, **how)
+        if bus.happened.count("asked") < 5:
+            raise Unavailable("nobody is there")
+        return opened
+
+    bus.call = call  # type: ignore[method-assign]
+    opened = await Link(cast(Bus, bus), "g1", lambda: 0.0).open("n1", cast(Open, None))
+    assert opened.status == "accepted"

@@ -1,18 +1,29 @@
 """What a worker says of a call is counted and kept in bounds."""
 
+import asyncio
 import json
+import logging
+import re
+from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
+from sllm_gateway import leader, lives
 from sllm_gateway.metrics import GONE, OTHER, Metrics
+from sllm_gateway.routes.health import MetricsRoute
 from sllm_runtime.protocol import codec
-from sllm_runtime.protocol.errors import ErrorBody, SllmError
+from sllm_runtime.protocol.errors import ErrorBody, SllmError, Unavailable
+from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.frames import End, FrameKind, Usage
 from sllm_runtime.protocol.http import API
-from sllm_runtime.protocol.limits import KIB, MIB
-from sllm_runtime.protocol.subjects import BODIES_STREAM
+from sllm_runtime.protocol.limits import KIB, LOST_AFTER_S, MIB
+from sllm_runtime.protocol.records import Term
+from sllm_runtime.protocol.states import InstanceState, MigrationState, VersionState
+from sllm_runtime.protocol.subjects import BODIES_STREAM, LEADER
 from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
@@ -149,3 +160,203 @@ def test_series_of_many_that_have_gone_do_not_hold_the_loop() -> None:
     assert looked < 100_000, f"{looked} series were looked at in one turn of the loop"
     lines = [line for line in metrics.text().decode().splitlines() if 'function="' in line]
     assert {line.split('function="')[1].split('"')[0] for line in lines} == {*names[-GONE:], "new"}
+
+
+async def test_a_scrape_of_many_functions_holds_the_loop_for_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may ask, and each stream of this gateway would stand still meanwhile."""
+    many = Metrics()
+    for number in range(300):
+        many._count(f"f{number}", "ok")
+        many.seconds.labels(f"f{number}").observe(1)
+        many.ttft.labels(f"f{number}").observe(1)
+    turns = 0
+    sent: list[dict[str, Any]] = []
+    written: list[object] = []
+
+    def counted(registry: Any) -> bytes:
+        written.append(registry)
+        return generate_latest(registry)
+
+    monkeypatch.setattr("sllm_gateway.metrics.generate_latest", counted)
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    turning = asyncio.create_task(turn())
+    await asyncio.sleep(0)
+    route = MetricsRoute(many)
+    await asyncio.gather(*(route({"type": "http", "method": "GET"}, None, send) for _ in range(8)))  # type: ignore
+    turning.cancel()
+    assert turns >= 5, f"the loop turned {turns} times while eight scrapes were written"
+    pages = [message["body"] for message in sent if message.get("body")]
+    assert len(pages) == 8
+    assert pages[0].count(b"sllm_call_seconds_count") == 300
+    assert written.count(many.registry) == 1
+
+
+async def test_what_a_full_queue_refuses_is_no_call_that_took_no_time(nats: Nats) -> None:
+    """Else calls seem the faster the fewer of them find room."""
+    async with world(nats) as w:
+        described = manifest("f", concurrency=1, max_queue=0, max_instances=1)
+        await w.deploy(described, entry(concurrency=1), script=hang)
+        async with w.http.stream("POST", "/fn/f", headers={"Accept": "text/event-stream"}) as first:
+            assert first.status_code == 200
+            for _ in range(3):
+                assert (await w.http.post("/fn/f")).status_code == 429
+            text = (await w.http.get("/metrics")).text
+    assert 'sllm_calls_total{code="queue_full",function="f"} 3.0' in text
+    assert 'sllm_call_seconds_count{function="f"}' not in text
+
+
+async def test_a_call_took_as_long_as_its_caller_waited(nats: Nats) -> None:
+    """Not until its node has said that it has ended: a function that is deaf to that is given 5 s."""
+
+    async def deaf(run: Run) -> None:
+        await run.cancelled.wait()
+        await asyncio.sleep(2.0)
+        run.end()
+
+    async with world(nats) as w:
+        await w.deploy(manifest("f", timeout=0.5), entry(), script=deaf)
+        assert (await w.http.post("/fn/f")).status_code == 504
+        await until(lambda: len(w.gateway.calls) == 0)
+        text = (await w.http.get("/metrics")).text
+    (took,) = [float(line.split()[1]) for line in text.splitlines() if line.startswith("sllm_call_seconds_sum")]
+    assert took < 2.0
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "code"),
+    [
+        ("/fn/f/v9", {}, "version_not_found"),
+        ("/fn/f/latest", {}, "version_not_found"),
+        ("/fn/f", {"Idempotency-Key": "k" * 300}, "invalid_request"),
+        ("/fn/f", {}, "unavailable"),
+    ],
+)
+async def test_what_refuses_a_request_before_its_body_is_read_is_counted(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, path: str, headers: dict[str, str], code: str
+) -> None:
+    async with world(nats) as w:
+        await w.deploy(manifest("f"), entry(), script=echo)
+        if code == "unavailable":  # it may have been declared dead, and JetStream takes no beat of it
+            monkeypatch.setattr(lives, "ELECTION_S", 0.01)
+
+            async def unsure(self: object, event: object) -> None:
+                raise Unavailable("this gateway begins a new life")
+
+            monkeypatch.setattr(lives.Lives, "_beat_of", unsure)
+        answer = await w.http.post(path, headers=headers)
+        assert answer.json()["error"]["code"] == code
+        text = (await w.http.get("/metrics")).text
+    assert [line for line in text.splitlines() if line.startswith("sllm_calls_total")] == [
+        f'sllm_calls_total{{code="{code}",function="f"}} 1.0'
+    ]
+
+
+async def test_a_name_of_nothing_is_no_series(nats: Nats) -> None:
+    async with world(nats) as w:
+        for headers in ({}, {"Idempotency-Key": "k" * 300}):
+            await w.http.post("/fn/made-up", headers=headers)
+        assert "made-up" not in (await w.http.get("/metrics")).text
+
+
+async def test_who_follows_events_is_no_error_of_a_gateway_that_stops(
+    nats: Nats, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each restart of a gateway that anybody watches would look like a bug of it."""
+    caplog.set_level(logging.WARNING)
+    begun = asyncio.Event()
+
+    async def follow(url: str) -> None:
+        query = {"follow": "true"}
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60, verify=False) as client,
+            client.stream("GET", f"{API}/events", params=query) as answer,
+        ):
+            async for _ in answer.aiter_raw():
+                begun.set()
+
+    async with world(nats) as w:
+        following = asyncio.create_task(follow(w.url))
+        await begun.wait()
+    with pytest.raises(httpx.RemoteProtocolError):  # no end: it reads on at another one
+        await following
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert any("broke off" in record.getMessage() for record in caplog.records)
+
+
+async def test_whether_a_controller_leads_and_which_nodes_report(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(nats) as w:
+
+        async def said() -> dict[str, float]:
+            text = (await w.http.get("/metrics")).text
+            names = ("sllm_nodes", "sllm_controller_leads", "sllm_ready")
+            return {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith(names)}
+
+        assert await said() == {"sllm_nodes": 0.0, "sllm_controller_leads": 0.0, "sllm_ready": 1.0}
+        w.node.report()
+        w.controller.bus.publish_now(LEADER, Term(term=7, controller="c"))
+        await w.controller.bus.flush()
+        await until(lambda: w.gateway._leader.leads and w.gateway._starts.nodes(w.gateway.calls._clock()) == 1)
+        assert await said() == {"sllm_nodes": 1.0, "sllm_controller_leads": 1.0, "sllm_ready": 1.0}
+        later = w.gateway._leader._clock() + max(LOST_AFTER_S, leader.LEADS_S)
+        assert w.gateway._starts.nodes(later) == 0
+        monkeypatch.setattr(w.gateway._leader, "_clock", lambda: later)
+        w.controller.bus.publish_now(LEADER, Term(term=6, controller="b"))  # of one that was deposed, and woke up
+        await w.controller.bus.flush()
+        await asyncio.sleep(0.1)
+        assert (await said())["sllm_controller_leads"] == 0.0
+        await w.nats.kill()
+        await until(lambda: "NATS" in w.gateway.problem())
+        assert (await said())["sllm_ready"] == 0.0
+        await w.nats.start()
+
+
+async def test_the_docs_name_every_series_with_its_labels(nats: Nats) -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
+    rows = re.findall(r"^\| (`sllm_\w+`(?:, `sllm_\w+`)*) \| (.*?) \|", docs, re.MULTILINE)
+    said: dict[str, set[str]] = {}
+    for names, labels in rows:
+        found = re.findall(r"`(\w+)`", names)
+        each = labels.split(", ") if len(found) > 1 and ("none" in labels) else [labels] * len(found)
+        for name, label in zip(found, each, strict=True):
+            said[name] = set(re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", label)))
+    async with world(nats) as w:
+        await w.deploy(manifest("f"), entry(), script=echo)
+        assert (await w.http.post("/fn/f")).status_code == 200
+        all_of = w.gateway.metrics
+        for counter in (all_of.inherited, all_of.cold, all_of.resumed, all_of.moved):
+            counter.labels("f")
+        for kind in ("prompt", "completion", "cached"):
+            all_of.tokens.labels("f", kind)
+        text = (await w.http.get("/metrics")).text
+    text = re.sub(r".*_created\b.*\n", "", text)  # the daemon has none
+    there = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
+    assert there == said.keys()
+    for name, labels in re.findall(r"^(\w+?)(?:_bucket|_sum|_count)?\{(.*)\} ", text, re.MULTILINE):
+        assert set(re.findall(r'(\w+)="', labels)) - {"le"} == said[name], name
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in re.findall(r"# TYPE (\w+) (\w+)", text))
+
+
+def test_the_docs_name_every_kind_of_event() -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
+    section = docs.split("### Events")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?:controller|gateway|node|`sllm up`) \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 4
+    said: set[str] = set()
+    for row in rows:
+        first = ""
+        for name in re.findall(r"`(\w*\.(?:\w+|<state>))`", row):
+            first = name.partition(".")[0] or first
+            said.add(f"{first}.{name.partition('.')[2]}")
+    states = {"instance": InstanceState, "version": VersionState, "migration": MigrationState}
+    by_state = {f"{of}.{state.lower()}" for of, table in states.items() for state in table}
+    assert {each for each in said if each.endswith("<state>")} == {f"{of}.<state>" for of in states}
+    assert {each for each in said if not each.endswith("<state>")} == set(Kind) - by_state

@@ -1,10 +1,13 @@
 """The end of a gateway: what is under way has the time that it was given."""
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
 
 import pytest
 
+from sllm_gateway.server import listen
+from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.protocol.http import API
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -62,3 +65,12 @@ async def test_who_reads_without_end_does_not_hold_it(nats: Nats) -> None:
         await following
     answer = await kept
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_stopped")
+
+
+def test_callers_that_vanish_are_noticed_while_nothing_is_sent() -> None:
+    """Whose network is gone says nothing more, and an answer in one piece is written at its end alone."""
+    with listen(GatewaySettings.load({}, port=0)) as listener, socket.create_connection(listener.getsockname()):
+        caller, _ = listener.accept()
+        with caller:
+            assert caller.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert 0 < caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60, "a NAT forgets it after that"

@@ -21,6 +21,7 @@ from sllm_runtime.protocol.errors import (
     Conflict,
     CorruptCheckpoint,
     DigestMismatch,
+    Forbidden,
     InvalidCheckpoint,
     ModelNotFound,
     Unavailable,
@@ -77,6 +78,35 @@ def content(source: ChunkSource, model: StoredModel) -> bytes:
     buffer = bytearray(model.index.nbytes)
     source.read(memoryview(buffer), 0)
     return bytes(buffer)
+
+
+def test_keys_of_an_object_store_that_are_replaced_in_their_file_open_it_at_once(
+    published: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an operator, or what renews temporary keys, does it while loaderd runs."""
+    directory, digest = published
+    keys = tmp_path / "credentials"
+
+    def have(secret: str) -> None:
+        keys.write_text(f"[default]\naws_access_key_id = KEY\naws_secret_access_key = {secret}\n")
+
+    with object_store(tmp_path / "served") as endpoint:
+        for name, value in s3_settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+        have("SECRET")
+        with store(tmp_path / "data") as models:
+            register(models, "s3://bucket/tiny")
+            have("OUTWORN")
+            model = models.open(digest)
+            with contextlib.closing(model):
+                with sources(model) as (remote,), pytest.raises(Forbidden):
+                    content(remote, model)
+                have("SECRET")
+                with sources(model) as (remote,):
+                    assert content(remote, model) == (directory / "partition_0.bin").read_bytes()
 
 
 def test_a_checkpoint_at_an_object_store_is_read_from_there_and_then_from_the_ssd_tier(

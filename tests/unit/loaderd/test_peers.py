@@ -302,6 +302,19 @@ def test_a_server_that_had_no_thread_for_the_last_peer_stops_all_the_same(monkey
         monkeypatch.undo()
 
 
+def test_no_resolver_is_asked_for_the_name_of_what_it_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is silent, as behind many a firewall, was waited for at each start of loaderd: 10 s."""
+    asked: list[str] = []
+
+    def silent(name: str) -> Any:
+        asked.append(name)
+        raise socket.herror
+
+    monkeypatch.setattr(socket, "gethostbyaddr", silent)
+    with in_this_process():
+        assert not asked
+
+
 def test_without_descriptors_it_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits is heard when there are some. Until then it does not ask again without a pause, which would take a
     processor, and Python's lock, from all that this loader loads."""

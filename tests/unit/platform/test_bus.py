@@ -199,6 +199,16 @@ async def test_no_answer_in_time_is_deadline_exceeded_and_the_handler_is_ended_w
     assert ended.is_set()
 
 
+async def test_what_nobody_could_hear_is_not_put_down_to_who_was_asked(nats: Nats) -> None:
+    gateway = await nats.bus(GATEWAY)
+    await nats.kill()
+    await until(lambda: not gateway.connected)
+    with pytest.raises(DeadlineExceeded, match="NATS is not connected"):
+        await gateway.call(subjects.ctl("ping"), Ping(), Ping, timeout_s=0.1)
+    await nats.start()
+    await until(lambda: gateway.connected)
+
+
 async def test_who_serves_no_longer_ends_what_is_being_answered(nats: Nats) -> None:
     gateway, controller = await nats.bus(GATEWAY), await nats.bus(CONTROLLER)
     begun, ended = asyncio.Event(), asyncio.Event()

@@ -1,5 +1,6 @@
 """An existing NATS cluster instead of the embedded server: TLS, client certificates, no JetStream, nobody there."""
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import InvalidRequest, SllmError, Unauthorized, Unavailable
 from tests.fixtures.certificates import make_certificates
 from tests.fixtures.credentials import Operator, new_key
+from tests.fixtures.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +153,93 @@ async def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="Parse error on line 3"):
         await server.start()
     await server.stop()
+
+
+def renew(certificates: Path) -> None:
+    """Another authority, and by it new certificates of server and client, in place of the files of before."""
+    for old in certificates.iterdir():
+        old.unlink()
+    make_certificates(certificates)
+
+
+async def test_certificates_renewed_in_place_are_read_at_the_next_connection(tmp_path: Path) -> None:
+    (tmp_path / "tls").mkdir()
+    tls = make_certificates(tmp_path / "tls")
+    files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    server = EmbeddedNats(
+        directory=tmp_path / "nats",
+        identities=(new_identity("controller", "ctl"),),
+        tls={**{key: str(tls / name) for key, name in files.items()}, "verify": True},
+    )
+    server.prepare()
+    await server.start()
+    bus = await Bus.connect(settings(server, tls, ca="ca.pem", cert="client.pem", key="client.key"), "ctl", name="t")
+    try:
+        await server.stop()
+        renew(tls)
+        await server.start()
+        await until(lambda: bus.connected, what="it is connected by the files that are there now")
+    finally:
+        await bus.close()
+        await server.stop()
+
+
+async def test_credentials_that_are_none_for_a_while_do_not_end_the_reconnecting(tmp_path: Path) -> None:
+    operator = Operator()
+    creds = operator.credentials(tmp_path / "user.creds", "controller")
+    good = creds.read_text()
+    port, config, log = free_port(), tmp_path / "nats.conf", tmp_path / "nats.log"
+    config.write_text(
+        json.dumps(
+            {"listen": f"127.0.0.1:{port}", **operator.config, "jetstream": {"store_dir": str(tmp_path / "store")}}
+        )
+    )
+
+    async def started() -> Child:
+        child = Child(name="nats", argv=[str(find_binary()), "-c", str(config)], env={}, output=log)
+        await child.start()
+        return child
+
+    child = await started()
+    given = {"SLLM_NATS_URL": f"nats://127.0.0.1:{port}", "SLLM_NATS_CREDS": str(creds)}
+    bus = await Bus.connect(Settings.load(given), "ctl", name="test")
+    try:
+        await child.stop(5)
+        creds.write_text("")
+        child = await started()
+        await asyncio.sleep(2)
+        assert not bus.connected
+        creds.write_text(good)
+        await until(lambda: bus.connected, 15, what="it is connected by the credentials that are there now")
+    finally:
+        await bus.close()
+        await child.stop(5)
+
+
+async def test_who_is_refused_when_the_server_comes_back_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tls").mkdir()
+    (tmp_path / "own").mkdir()
+    tls = make_certificates(tmp_path / "tls")
+    for name in ("client.pem", "client.key", "ca.pem"):
+        (tmp_path / "own" / name).write_bytes((tls / name).read_bytes())
+    files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    server = EmbeddedNats(
+        directory=tmp_path / "nats",
+        identities=(new_identity("controller", "ctl"),),
+        tls={**{key: str(tls / name) for key, name in files.items()}, "verify": True},
+    )
+    server.prepare()
+    await server.start()
+    own = settings(server, tmp_path / "own", ca="ca.pem", cert="client.pem", key="client.key")
+    bus = await Bus.connect(own, "ctl", name="t")
+    try:
+        await server.stop()
+        renew(tls)
+        (tmp_path / "own" / "ca.pem").write_bytes((tls / "ca.pem").read_bytes())
+        await server.start()
+        await until(lambda: "SLLM_NATS_CERT" in caplog.text, what="it says so")
+    finally:
+        await bus.close()
+        await server.stop()

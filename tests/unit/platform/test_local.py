@@ -1,7 +1,9 @@
 """The platform of one machine as data."""
 
+import errno
 import json
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,19 @@ def test_a_socket_s_path_is_never_too_long(length: int) -> None:
 )
 def test_the_url_is_one_that_can_be_called(tmp_path: Path, host: str, url: str) -> None:
     assert options(tmp_path, host=host).url == url
+
+
+def test_a_machine_without_ipv6_is_found_by_its_other_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As most containers: on ``::`` it can be listened, ``::1`` is nobody's."""
+
+    class Probe(socket.socket):
+        def bind(self, address: Any) -> None:
+            if address[0] == "::1":
+                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+            super().bind(address)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert options(tmp_path, host="::").url == "http://127.0.0.1:9000"
 
 
 def test_a_pool_of_nodes_has_identities_and_a_place_that_functions_do_not_see(tmp_path: Path) -> None:

@@ -145,3 +145,21 @@ async def test_inodes_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "3 more files (inodes)" in disk.shortage(tmp_path)
     monkeypatch.setattr(disk, "files_left", lambda _: None)  # of btrfs, say
     assert disk.shortage(tmp_path) == ""
+
+
+@pytest.mark.parametrize("inner", ["logs", "nats/jetstream", "nodes/n1/loaderd"])
+def test_what_is_another_users_in_the_data_directory_is_named(tmp_path: Path, inner: str) -> None:
+    """As of a copy that lost its owners, and after one `sudo sllm up`."""
+    (tmp_path / "run" / inner).mkdir(parents=True)
+    (tmp_path / "run" / inner).chmod(0)
+    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if not os.getuid() else []
+    words = [*plain, sys.executable, "-m", "sllm_runtime.platform", "up", "--nodes", "1", "--port", "0", "--json"]
+    try:
+        done = subprocess.run(
+            words, env={**os.environ, "SLLM_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=GIVE_UP_S
+        )
+    finally:
+        (tmp_path / "run" / inner).chmod(0o700)
+    error = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert (error["code"], str(tmp_path / "run" / inner) in error["message"]) == ("invalid_request", True)
+    assert "chown" in error["message"]

@@ -319,6 +319,15 @@ async def test_a_picture_larger_than_what_may_wait_is_told_all_the_same(narrow: 
     assert not cut
 
 
+async def test_what_cannot_be_listed_in_time_says_so(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_SYNC_S", 0.1)
+    await nats.streams()
+    gateway = await nats.bus(GATEWAY)
+    assert nats.server.child is not None
+    with suspended(nats.server.child.pid), pytest.raises(Unavailable, match=r"cannot be listed: no answer"):
+        await last_messages(gateway, STATE_STREAM, "$KV.sllm_state.nodes.>")
+
+
 async def test_a_watch_of_nothing_is_ready_at_once(nats: Nats) -> None:
     await _leader(nats)
     reader = await StateStore.open(await nats.bus(GATEWAY), create=False)

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -64,3 +67,19 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
         "call": "c1",
     }
     assert found["message"].endswith("ValueError: two\nlines")
+
+
+def test_what_up_says_of_its_daemons_is_json_as_theirs_is() -> None:
+    """It lies beside their logs, and says which of them has died."""
+    code = "import logging, sllm_runtime.platform.commands as c; c._begin(False);"
+    code += "log = logging.getLogger('sllm_runtime.platform.supervise'); log.info('no'); log.error('%s ended', 'g1')"
+    for how, said in (("1", True), ("0", False)):
+        env = {**os.environ, "SLLM_LOG_JSON": how}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        (line,) = done.stderr.splitlines()
+        if said:
+            found = json.loads(line)
+            assert (found["level"], found["component"], found["message"]) == ("error", "platform", "g1 ended")
+            assert found["at"] > 0
+        else:
+            assert line == "g1 ended"

@@ -1,14 +1,16 @@
 """Both clients against a real server: values, errors, retries, broken connections."""
 
 import asyncio
+import gc
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, closing, suppress
+from contextlib import AsyncExitStack, aclosing, closing, suppress
 from dataclasses import dataclass
 from datetime import date
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from sllm.following import FOLLOW_S, Following
 from sllm.gateways import Asking, Gateways
 from sllm.profiles import Profile
 from sllm.remote import Remote
-from sllm.retry import Retry
+from sllm.retry import NEVER, Retry
 from sllm.sse import Event
 from sllm_runtime.platform.profile import write_profile
 from sllm_runtime.protocol.errors import (
@@ -43,7 +45,7 @@ from sllm_runtime.protocol.errors import (
     VersionNotFound,
 )
 from sllm_runtime.protocol.http import API, ProgressView
-from tests.fixtures.waiting import GIVE_UP_S
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.sdk.gateway import CALL, DONE, TIMELINE, TOKEN, Answer, Gateway, error, progress, running, sse
 
 QUICK = Retry(base_s=0.001, rand=lambda: 0.0)
@@ -422,7 +424,8 @@ async def test_one_bound_is_for_all_gateways(kind: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr("sllm.client.time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr("sllm.async_client.time", SimpleNamespace(monotonic=lambda: now))
     client = kind(profile=Profile("http://a:1", others=("http://b:1", "http://c:1")))
-    client._http = (httpx.Client if kind is Client else httpx.AsyncClient)(transport=httpx.MockTransport(lost))
+    pool = (httpx.Client if kind is Client else httpx.AsyncClient)(transport=httpx.MockTransport(lost))
+    client._made = (pool, client._made[1])
 
     async def asked() -> None:
         await client.request("POST", f"/v1/calls/{CALL}/cancel", within_s=1.5)
@@ -731,6 +734,32 @@ def test_the_proxy_of_the_environment_is_asked_for_another_machine(name: str, mo
             client.call("chat", {})
 
 
+@pytest.mark.parametrize("past", ["[::1]", "localhost,[fd00::1]:8600", "10.0.0.0/8,fd00::/8", "fe80::1%eth0"])
+async def test_no_proxy_may_name_addresses_of_ipv6(
+    past: str, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In brackets, and networks of them, as clusters of both kinds have it: httpx fails at these."""
+    monkeypatch.setenv("NO_PROXY", f"{past},127.1")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    url = gateway.url.replace("127.0.0.1", "127.1")  # a name of another machine, as far as we know
+    gateway.will(Answer(json=1))
+    with Client(url, TOKEN, retry=QUICK) as client:
+        assert client.call("chat", {}) == 1
+    gateway.will(Answer(json=2))
+    async with AsyncClient(url, TOKEN, retry=QUICK) as twin:
+        assert await twin.call("chat", {}) == 2
+
+
+@pytest.mark.parametrize("past", ["fd46::1", "[fd46::1]", "[fd46::1]:8600"])
+def test_what_no_proxy_names_in_ipv6_is_asked_directly(past: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", past)
+    with Client("http://[fd46::1]:8600", TOKEN) as client:
+        chosen = client._http._transport_for_url
+        assert chosen(httpx.URL("http://[fd46::1]:8600/livez")) is client._http._transport
+        assert chosen(httpx.URL("http://[fd46::2]:8600/livez")) is not client._http._transport
+
+
 @pytest.mark.parametrize("address", ["socks5://127.0.0.1:9", "ftp://127.0.0.1:9", "http://[::1"])
 def test_a_proxy_that_cannot_be_used_is_no_bug_of_ours(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", address)
@@ -828,3 +857,80 @@ def test_who_was_lost_first_is_asked_again_once_the_next_says_nothing(
     with Client(timeout=0.5) as client:
         assert [event.data for event in client.follow("/api/v1/events", {})][:2] == ['"a"', '"b"']
     assert len(other.asked) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12: this one has threads
+def test_a_client_that_was_made_before_a_fork_reads_no_answers_of_its_parent() -> None:
+    """As under gunicorn with --preload, in multiprocessing and Celery: on one connection each reads what the other one
+    has asked for."""
+    came: list[int] = []
+
+    class Counted(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            came.append(self.client_address[1])
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Counted) as server:
+        server.daemon_threads = True
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            with Client(f"http://127.0.0.1:{server.server_port}", TOKEN) as client:
+                assert client.call("echo", {"who": "parent"}) == {"who": "parent"}
+                child = os.fork()
+                if child == 0:
+                    os._exit(0 if client.call("echo", {"who": "child"}) == {"who": "child"} else 1)
+                assert os.waitpid(child, 0)[1] == 0
+                assert client.call("echo", {"who": "again"}) == {"who": "again"}
+        finally:
+            server.shutdown()
+            serving.join()
+    parents, childs, again = came
+    assert parents == again, "it keeps its own connection"
+    assert childs != parents
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody can close what a loop has left
+def test_an_asyncio_client_serves_one_loop_after_the_other(gateway: Gateway) -> None:
+    """As where each request of a web application, or each task of a queue, is an ``asyncio.run``."""
+    gateway.will(Answer(json=1))
+    client = AsyncClient()
+    assert [asyncio.run(client.call("chat", {})) for _ in range(3)] == [1, 1, 1]
+    asyncio.run(client.close())
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(client.call("chat", {}))
+    gc.collect()
+
+
+async def test_streams_do_not_wait_for_each_other(gateway: Gateway) -> None:
+    """However many there are: one that waits for another's end would count as a gateway that says nothing."""
+    many = 120
+    gateway.will(Answer((sse("a", id=0),), hangs=True))
+    async with AsyncExitStack() as open_:
+        client = await open_.enter_async_context(AsyncClient(timeout=2.0, retry=NEVER))
+        streams = [client.stream("chat", {}) for _ in range(many)]
+        for stream in streams:
+            await open_.enter_async_context(aclosing(stream))
+        assert await asyncio.gather(*(anext(stream) for stream in streams)) == ["a"] * many
+
+
+async def test_the_rest_of_a_batch_waits_at_its_client(gateway: Gateway) -> None:
+    """A function's queue has an end, and who awaits a thousand answers at once has not asked for an error."""
+    gateway.will(Answer(silent=True))
+    async with AsyncClient() as client:
+        calls = [asyncio.create_task(client.call("chat", {})) for _ in range(120)]
+        await until(lambda: len(gateway.asked) >= 100)
+        await asyncio.sleep(0.2)  # nothing more comes
+        assert len(gateway.asked) == 100
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from sllm.answers import Trace, problem_of
 from sllm.following import FOLLOW_S, Following
 from sllm.gateways import Gateways
 from sllm.retry import Retry
 from sllm.sse import Event
-from sllm_runtime.protocol.errors import InstanceLost, SllmError, Unavailable
+from sllm_runtime.protocol.errors import InstanceLost, SllmError, Unauthorized, Unavailable
 
 
 def test_what_cannot_be_read_on_is_not_called_again_by_itself() -> None:
@@ -30,3 +32,11 @@ def test_what_cannot_be_read_on_is_not_called_again_by_itself() -> None:
             raised = error
     assert raised is not None
     assert Retry().wait(1, raised, repeatable=False) is None, f"{raised!r}: the call would run twice"
+
+
+def test_a_token_that_was_taken_away_meanwhile_is_what_is_told() -> None:
+    """As by a roll of tokens: both gateways were restarted for it, and nobody who reads on is let in."""
+    following = Following(Gateways(("http://a", "http://b")), "/api/v1/events?follow=true")
+    following.broke(InstanceLost("the stream broke off"), Trace(broken=True), 0.0)
+    with pytest.raises(Unauthorized):
+        following.broke(Unauthorized("the bearer token is not the one of this platform"), Trace(), 1.0)

@@ -41,6 +41,15 @@ def test_all_gateways_of_a_platform_are_found_with_its_own_url_only(home: Path) 
     assert profiles.load().urls == urls[:1]
 
 
+def test_another_token_for_the_same_platform_leaves_its_other_gateways(home: Path) -> None:
+    urls = ("http://127.0.0.1:7777", "http://127.0.0.1:7778")
+    write_profile(home, "default", urls[0], "old", urls)
+    profiles.save("default", urls[0], "new")
+    assert profiles.load() == profiles.Profile(urls[0], "new", others=urls)
+    profiles.save("default", "http://other:1", "new")
+    assert profiles.load().urls == ("http://other:1",)
+
+
 def test_each_wins_over_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profiles.save("default", "http://profile:1", "profile")
     assert profiles.load().url == "http://profile:1"

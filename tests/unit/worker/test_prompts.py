@@ -94,3 +94,15 @@ def test_ids_are_looked_at_before_they_are_decoded(wrong: int) -> None:
     assert refused.value.field == "prompt"
     with pytest.raises(ContextLengthExceeded):
         prompts.given_ids((wrong,) * 64, Engine())
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_frameworks_look_for() -> None:
+    """litellm (its ``context_window_fallbacks``) and LangChain know an overflow by what its message says."""
+    tokens = Tokens(byte_level())
+    for ask in (
+        lambda: prompts.given_ids((65,) * 64, Engine()),
+        lambda: prompts.encoded("a" * 64 * 1024, Engine(), tokens),
+    ):
+        with pytest.raises(ContextLengthExceeded, match="prompt is too long") as refused:
+            ask()
+        assert "this model's maximum context length is 64 tokens" in refused.value.message

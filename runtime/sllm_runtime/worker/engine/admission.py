@@ -20,8 +20,8 @@ def check(request: Request, max_context: int, vocabulary: int) -> None:
         raise InvalidRequest("the prompt is empty: it has no token", field="prompt")
     if len(request.prompt) >= max_context:
         raise ContextLengthExceeded(
-            f"the prompt has {len(request.prompt)} tokens, the model's context is {max_context} and one token at "
-            "least must fit; shorten the prompt",
+            f"the prompt is too long: it has {len(request.prompt)} tokens, and this model's maximum context length is "
+            f"{max_context} tokens, of which one at least is drawn; shorten it",
             field="prompt",
         )
     if len(request.prompt) + len(request.emitted) > max_context:

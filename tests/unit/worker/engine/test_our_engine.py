@@ -100,7 +100,7 @@ def test_bad_requests_are_refused_and_others_go_on(kind: str, wrong: dict[str, A
 
 
 def test_what_can_never_fit_is_refused_with_the_reason() -> None:
-    with pytest.raises(ContextLengthExceeded, match="context is 512"):
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 512"):
         engine().add(request(prompt=[7] * 512))
     small = engine(kv=2 * page_bytes())
     with pytest.raises(ContextLengthExceeded, match="KV memory of this instance holds 256"):
