@@ -882,6 +882,26 @@ async def test_tokens_that_another_gateway_drew_do_not_come_at_once_when_it_dies
         assert (before, came()) == (0.0, 3.0)
 
 
+async def test_what_nobody_reads_on_ends_after_the_window(nats: Nats) -> None:
+    """Not before: it goes on without a reader for so long."""
+    _, call, _ = await left_behind(nats)
+    runs: list[Run] = []
+
+    async def waits(run: Run) -> None:
+        runs.append(run)
+        await run.cancelled.wait()
+        run.end()
+
+    window, began = 1.0, time.monotonic()
+    async with world(nats, {"tokens": waits}, resume_window=window) as w:
+        await until(lambda: runs, what="it is gone on with")
+        await until(runs[0].cancelled.is_set, what="it is ended")
+        assert time.monotonic() - began >= window
+        await until(lambda: w.gateway.calls.get(call) is None, what="it is over")
+        answer = await w.http.get(f"/v1/calls/{call}")
+    assert (answer.json()["state"], answer.json()["error"]["code"]) == ("CANCELLED", "cancelled")
+
+
 async def test_what_a_gateway_left_is_gone_on_with_and_read(nats: Nats) -> None:
     """Its heir was killed as it had just begun."""
     dead, call, ended = await left_behind(nats)
