@@ -83,7 +83,10 @@ class DirectClient(Client):
         that to all of them together and the resolver, so that one dead address, or a slow resolver, was the end of
         every try."""
         if (old := self._socket()) is not None:
-            old.abort()  # of a try that was refused: nats-py leaves it open
+            old.abort()  # of a try that was refused, or given up when it read already: nats-py leaves both as they are
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:
+                task.cancel()
         with contextlib.suppress(SllmError):  # files that are half replaced: by those of before, and looked at again
             if (context := self.renewed()) is not None:
                 self.options["tls"] = context

@@ -1,11 +1,16 @@
 """The short way of messages in and out of nats-py's client, against a real nats-server."""
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.protocol import codec, subjects
 from sllm_runtime.protocol.ctl import Reply
 from sllm_runtime.protocol.errors import Unavailable
@@ -175,3 +180,46 @@ async def test_a_flush_that_was_given_up_does_not_end_the_connection(
     node.publish_now(SUBJECT, 1)
     await until(lambda: got == [1])
     assert "InvalidStateError" not in caplog.text
+
+
+async def test_a_reconnect_that_is_broken_off_leaves_no_loop_behind() -> None:
+    """A link that drops all after the greeting: nats-py begins to read, to write and to ping, gives that connection up,
+    and began once more of each at the next one. Two that read one connection end both."""
+    answers = iter([None, 1, None])  # pings that are answered: all, that of the greeting alone, all
+    greeted = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left = next(answers)
+        writer.write(b'INFO {"server_id":"s","version":"2.10.0","max_payload":1048576,"headers":true}\r\n')
+        greeted.set()
+        with contextlib.suppress(OSError):
+            while line := await reader.readline():
+                if line == b"PING\r\n" and left != 0:
+                    left = None if left is None else left - 1
+                    writer.write(b"PONG\r\n")
+                elif line.startswith(b"PUB drop"):
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = DirectClient()
+    back = asyncio.Event()
+
+    async def reconnected() -> None:
+        back.set()
+
+    port = server.sockets[0].getsockname()[1]
+    options: dict[str, Any] = {"reconnect_time_wait": 0.01, "max_reconnect_attempts": -1}
+    await client.connect(f"nats://127.0.0.1:{port}", reconnected_cb=reconnected, **options)
+    try:
+        client.flush = partial(client.flush, timeout=cast(int, 0.2))  # type: ignore[method-assign]
+        await client.publish("drop")
+        async with asyncio.timeout(GIVE_UP_S):
+            await back.wait()
+        await asyncio.sleep(0)
+        running = Counter(getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+        assert [running[f"Client.{name}"] for name in ("_read_loop", "_flusher", "_ping_interval")] == [1, 1, 1]
+    finally:
+        await client.close()
+        server.close()
+        await server.wait_closed()
