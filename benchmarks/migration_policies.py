@@ -31,7 +31,7 @@ from benchmarks.migration_load import Called, counted, receive
 from benchmarks.platform import Platform
 from benchmarks.programs import ROOT, Program, ProgramFailed
 from benchmarks.record import none_of
-from benchmarks.runner import Run
+from benchmarks.runner import Run, in_turn
 from sllm_loaderd.convert.directory import convert_directory
 from sllm_runtime.control.scheduling.moving import SETTLED_S
 from sllm_runtime.protocol.http import API
@@ -67,7 +67,7 @@ def measure(run: Run, case: str, directory: Path) -> None:
     try:
         with _models(directory, nbytes) as models:
             for number in range(1 if run.quick else run.rounds):
-                _round(run, case, directory / f"{number}", models, tokens, total)
+                _round(run, case, number, directory / f"{number}", models, tokens, total)
     finally:
         wrong = {
             "tokens of the running call lost, repeated or changed": total.wrong,
@@ -77,10 +77,11 @@ def measure(run: Run, case: str, directory: Path) -> None:
             run.aims.append(none_of(f"{case}: {what}", count, of=total.streams, least=run.least * len(POLICIES)))
 
 
-def _round(run: Run, case: str, directory: Path, models: Models, tokens: int, total: Sums) -> None:
+def _round(run: Run, case: str, number: int, directory: Path, models: Models, tokens: int, total: Sums) -> None:
     with contextlib.ExitStack() as stack:
         scenes = {
-            policy: stack.enter_context(_scene(policy, directory / policy, models, tokens)) for policy in POLICIES
+            policy: stack.enter_context(_scene(policy, directory / policy, models, tokens))
+            for policy in in_turn(POLICIES, number)
         }
         for policy, scene in scenes.items():
             _strike(run, case, policy, scene, total)
