@@ -347,3 +347,30 @@ def test_who_waits_for_room_is_told_why_and_is_served_when_there_is_some(cluster
     assert rest[-1].done
     for name in ("takes", "waits"):
         here(cluster.env, "fn", "delete", name, "--force")
+
+
+def test_who_is_more_urgent_has_room_before_who_waits_already(cluster: Cluster, tmp_path: Path) -> None:
+    memory = node_of(cluster)["memory"] * 3 // 5
+    gates = {name: tmp_path / name / "gate" for name in ("holds", "patient", "urgent")}
+    for name, gate in gates.items():
+        gate.parent.mkdir()
+        deploy(cluster, "gated::gated", name=name, memory=memory, keep_alive=300, priority=5 * (name == "urgent"))
+
+    def waits(name: str) -> bool:
+        return f'sllm_queue_depth{{function="{name}"}} 1.0' in cluster.http.get("/metrics").text
+
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(ask, cluster, "holds", gate=str(gates["holds"]))]
+        wait(lambda: inside(gates["holds"].parent) == 1, "it has all the room")
+        calls.append(threads.submit(ask, cluster, "patient", gate=str(gates["patient"])))
+        wait(lambda: waits("patient"), "the patient one waits")
+        calls.append(threads.submit(ask, cluster, "urgent", gate=str(gates["urgent"])))
+        wait(lambda: waits("urgent"), "the urgent one waits as well")
+        gates["holds"].touch()
+        wait(lambda: inside(gates["urgent"].parent) == 1, "the urgent one has it")
+        assert inside(gates["patient"].parent) == 0
+        for gate in gates.values():
+            gate.touch()
+        assert [call.result()[0][-1] for call in calls] == [{"most": 1}] * 3
+    for name in gates:
+        here(cluster.env, "fn", "delete", name, "--force")

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ from sllm_runtime.protocol.errors import Unsatisfiable
 from sllm_runtime.protocol.http import API
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here, sllm_json
-from tests.fixtures.deployed import client_of, deploy, descendants, view, wait
+from tests.fixtures.deployed import client_of, deploy, descendants, view, wait, wait_cold
 from tests.fixtures.suspended import suspended
 
 CODER = Path(__file__).parents[2] / "functions" / "coder" / "function.py"
 NODES = ("n1", "n2")
 ASK = {"prompt": "def ", "max_tokens": 16}
+HAVE = {"SLLM_LABELS": "zone=here", "SLLM_GPUS": "L4:24GiB,H100:80GiB"}
+"""Of each node. Nothing here computes on one."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("nodes"), nodes=2, env={"SLLM_LABELS": "zone=here"}) as started:
+    with Cluster(tmp_path_factory.mktemp("nodes"), nodes=2, env=HAVE) as started:
         wait(lambda: len(nodes(started)) == 2, "both nodes have reported")
         yield started
 
@@ -52,6 +54,28 @@ def test_a_function_runs_where_its_labels_are_and_nowhere_else(cluster: Cluster)
     with pytest.raises(Unsatisfiable, match=r"label zone=elsewhere \(has here\)"):
         deploy(cluster, "kinds::awaited", name="nowhere", labels={"zone": "elsewhere"})
     here(cluster.env, "fn", "delete", "there", "--force")
+
+
+def test_a_gpu_is_of_the_kind_that_is_preferred_while_there_is_one(cluster: Cluster, tmp_path: Path) -> None:
+    deploy(cluster, "gated::gated", name="on-gpu", gpu=["H100", "L4"], max_instances=4, keep_alive=0)
+    gate = tmp_path / "gate"
+
+    def taken() -> list[str]:
+        gpus = [gpu for node in nodes(cluster).values() for gpu in node["gpus"]]
+        return sorted(gpu["kind"] for gpu in gpus if gpu["used_by"])
+
+    def takes(kinds: list[str]) -> Future[Any]:
+        call = callers.submit(client.call, "on-gpu", {"gate": str(gate)})
+        wait(lambda: taken() == kinds, lambda: f"{taken()} are taken")
+        return call
+
+    with ThreadPoolExecutor(3) as callers, client_of(cluster) as client:
+        calls = [takes(kinds) for kinds in (["H100"], ["H100", "H100"], ["H100", "H100", "L4"])]
+        gate.touch()
+        assert [call.result()[-1] for call in calls] == [{"most": 1}] * 3
+    wait_cold(cluster, "on-gpu")
+    assert taken() == []
+    here(cluster.env, "fn", "delete", "on-gpu", "--force")
 
 
 def test_the_second_node_gets_the_model_by_itself(cluster: Cluster) -> None:
