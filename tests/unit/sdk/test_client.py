@@ -771,7 +771,7 @@ def test_connections_notice_a_dead_peer(gateway: Gateway) -> None:
     gateway.will(Answer((sse("a", id=0),), hangs=True))
     with Client() as client, closing(client.stream("chat", {})) as values:
         next(values)
-        pool: Any = next(iter(client._http._mounts.values()))
+        pool: Any = client._http._transport
         (connection,) = pool._pool.connections
         raw = connection._connection._network_stream.get_extra_info("socket")
         assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
