@@ -32,7 +32,8 @@ class Auth:
         token that was taken out of it is none from then on. While there is none in it those of before stay."""
         self._expected = _lines(tokens)
         self._file, self._read = file, read
-        self._seen, self._looked = stamps(file), time.monotonic()
+        self._seen = self._told = stamps(file)
+        self._looked = time.monotonic()
 
     def _look(self) -> None:
         if self._read is None or time.monotonic() - self._looked < LOOKS_S:
@@ -40,12 +41,15 @@ class Auth:
         self._looked = time.monotonic()
         if (now := stamps(self._file)) == self._seen:
             return
-        self._seen = now
         try:
             self._expected = _lines(self._read())
-            log.info("tokens were read anew from %s: %d", self._file, len(self._expected or ()))
-        except (SllmError, ValueError) as error:
-            log.error("%s; the tokens of before stay", error)
+        except (SllmError, ValueError) as error:  # it is looked at again: rights that come later are not of its stamp
+            if now != self._told:
+                log.error("%s; the tokens of before stay", error)
+            self._told = now
+            return
+        self._seen = self._told = now
+        log.info("tokens were read anew from %s: %d", self._file, len(self._expected or ()))
 
     def check(self, scope: Scope) -> None:
         """Raises ``Unauthorized``. A token that is shown is looked at on every route: a load balancer may ask for any

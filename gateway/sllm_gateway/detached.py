@@ -235,7 +235,7 @@ class Detached:
         with trace.within(asked.traceparent):
             call = self._calls.admit(order, earlier)
             if earlier.resumption is not None:
-                self._metrics.inherited.labels(asked.function).inc(resumption.count)
+                self._metrics.inherit(asked.function, resumption.count)
             log.info("call goes on after %d frame(s)", len(frames), extra={"call": call.id})
             self._start(call, asked, journaled, fence, frames)
 

@@ -73,6 +73,8 @@ class Link:
         self._flushing: asyncio.Handle | None = None
         self._hurry = False
         self._subscription: Subscription | None = None
+        self._anew = 0
+        """How often the connection was made anew."""
 
     async def start(self, receiver: Receiver) -> None:
         """Subscribe; frames go to ``receiver`` from now on."""
@@ -81,7 +83,11 @@ class Link:
             receiver.on_items(subject.rpartition(".")[2], codec.unpack(ToGateway, data).items)
 
         self._subscription = await self._bus.listen(subjects.frames_of(self._gateway), on_message)
+        self._bus.on_reconnect(self._reconnected)
         self._bus.on_reconnect(receiver.on_reconnect)
+
+    def _reconnected(self) -> None:
+        self._anew += 1
 
     @property
     def connected(self) -> bool:
@@ -130,7 +136,7 @@ class Link:
     async def open(self, node: str, request: Open, before: Callable[[], Awaitable[None]] | None = None) -> Opened:
         """Ask ``node`` to take a call; asked again until it answers. Time without a connection, or in which nothing at
         all comes by it, does not count, and nothing is asked then: it would lie in a buffer until somebody else has
-        the call. ``before`` comes before the first time after it.
+        the call. ``before`` comes before the first time after it, and each more while the node is not there either.
 
         Raises ``Unavailable`` if nobody is there, ``DeadlineExceeded`` if there is and it does not answer, or is no
         more and may have taken it: it was asked before, and did not answer. And what ``before`` raises.
@@ -146,7 +152,7 @@ class Link:
             if away and before is not None:
                 await before()
             away = False
-            began = self._clock()
+            began, anew = self._clock(), self._anew
             try:
                 opened = await self._bus.call(subject, request, Opened, timeout_s=OPEN_TRY_S)
             except Unavailable as error:
@@ -154,10 +160,12 @@ class Link:
                     asked, away, settling = True, True, SETTLE_S  # it may have been on its way as the connection broke
                 elif not asked or settling <= 0:
                     raise (DeadlineExceeded(error.message) if asked else error) from error.__cause__
+                away = True  # the call may end meanwhile, and its cancellation reaches nobody
                 settling -= limits.RESEND_AFTER_S  # the node, whom the same cut off, may be on its way as well
                 await asyncio.sleep(limits.RESEND_AFTER_S)
             except DeadlineExceeded:
-                asked, away = True, not self._bus.connected
+                asked, away = True, not self._bus.connected or self._anew != anew  # or broke, and stands again
+                settling = SETTLE_S if away else settling
                 left -= 0.0 if away else self._clock() - began
                 if left <= 0:
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
 
@@ -36,6 +37,8 @@ class Metrics:
         self._present: Collector | None = None
         self._page: asyncio.Future[bytes] | None = None
         """What is being written for who has asked."""
+        self._later: list[tuple[Counter, tuple[str, ...], int]] = []
+        """Tokens that are counted when it is."""
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter("sllm_http_requests", "HTTP requests", ["route", "status"], registry=registry)
@@ -99,7 +102,19 @@ class Metrics:
         usage = call.end.usage if call.end else None
         if usage is not None:
             for kind in _KINDS:
-                self.tokens.labels(function, kind).inc(max(0, getattr(usage, kind)))  # a worker's word
+                self._add(self.tokens, (function, kind), max(0, getattr(usage, kind)))  # a worker's word
+
+    def inherit(self, function: str, tokens: int) -> None:
+        """Count what other gateways drew of a call that goes on here."""
+        self._add(self.inherited, (function,), tokens)
+
+    def _add(self, to: Counter, labels: tuple[str, ...], tokens: int) -> None:
+        """Not while a page is written, whose tokens of open calls are those of its beginning: what a call has that ends
+        meanwhile would be there twice."""
+        if self._page is None:
+            to.labels(*labels).inc(tokens)
+        else:
+            self._later.append((to, labels, tokens))
 
     def _count(self, function: str, code: str) -> None:
         """One more call. With the first one of a function the series of others go that are there no more."""
@@ -140,12 +155,16 @@ class Metrics:
         """As ``text``, beside the loop: of a thousand functions it takes half a second, in which no stream may stand
         still. Who asks meanwhile gets the same one."""
         if self._page is None:
-            self._page = asyncio.ensure_future(asyncio.to_thread(self._text, self._now()))
+            thread = ThreadPoolExecutor(1, "metrics")  # of its own: large bodies wait for the others
+            self._page = asyncio.get_running_loop().run_in_executor(thread, self._text, self._now())
+            thread.shutdown(wait=False)  # when it is written
             self._page.add_done_callback(self._written)
         return await asyncio.shield(self._page)
 
     def _written(self, _: asyncio.Future[bytes]) -> None:
-        self._page = None
+        later, self._later, self._page = self._later, [], None
+        for to, labels, tokens in later:
+            self._add(to, labels, tokens)
 
     def _now(self) -> Sequence[Metric]:
         """What is read of the gateway itself, which only the loop may do."""

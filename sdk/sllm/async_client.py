@@ -124,7 +124,8 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         if within_s is not None:
             return await self._once(method, path, None, {**options, "within_s": within_s})
         repeatable = method in ("GET", "HEAD")
-        return await self._again(lambda: self._once(method, path, None, options), repeatable=repeatable)
+        async with self._asks:
+            return await self._again(lambda: self._once(method, path, None, options), repeatable=repeatable)
 
     async def operation(self, path: str, body: Mapping[str, Any], observe: Observe = answers.ignore) -> str:
         """As ``Client.operation``."""

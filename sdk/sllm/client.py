@@ -129,7 +129,8 @@ class Client(Connection[httpx.Client]):
         waited for a gateway that takes it, all of them together, and for its answer. Raises the typed error."""
         if within_s is not None:
             return self._once(method, path, None, {**options, "within_s": within_s})
-        return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
+        with self._asks:
+            return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
 
     def text(self, path: str, *, within_s: float | None = None) -> str:
         """What stands at ``path``, as it is; ``within_s`` as in ``request``. Raises the typed error."""

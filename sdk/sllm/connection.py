@@ -18,7 +18,8 @@ Pool = TypeVar("Pool", httpx.Client, httpx.AsyncClient)
 LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 """As many connections as streams: one that waited for another's end would count as a gateway that is silent."""
 ABREAST: Final = 100
-"""Answers in one piece that a client waits for at once: the rest of a batch waits here, not in the function's queue."""
+"""Answers in one piece, of calls and of requests, that a client waits for at once: the rest of a batch waits here, not
+in the function's queue, nor for descriptors that there are not."""
 
 
 class Connection(Generic[Pool]):
@@ -45,11 +46,15 @@ class Connection(Generic[Pool]):
         self._retry = retry or Retry()
         options = transport.options(self.profile, timeout)
         ways = transport.proxies() if options["trust_env"] else {}
-        self._anew: Callable[[], tuple[Pool, Any]] = lambda: (self._pool(options, ways), self._gate())
+        self._anew: Callable[[], tuple[Pool, Any, Any]] = lambda: (
+            self._pool(options, ways),
+            self._gate(),
+            self._gate(),
+        )
         self._owner: object = None
         """Whose connections these are; None: nobody has used them."""
         try:
-            self._made: tuple[Pool, Any] = self._anew()
+            self._made: tuple[Pool, Any, Any] = self._anew()
         except (ImportError, ValueError, httpx.InvalidURL) as error:  # of SOCKS, of no scheme that is known, no address
             raise InvalidRequest(
                 f"the proxy that the environment names (ALL_PROXY, HTTP_PROXY or HTTPS_PROXY) cannot be used: {error}"
@@ -70,7 +75,7 @@ class Connection(Generic[Pool]):
     def _gate() -> Any:
         """A semaphore of ABREAST."""
 
-    def _own(self) -> tuple[Pool, Any]:
+    def _own(self) -> tuple[Pool, Any, Any]:
         """Of who asks. Connections of another process (this one was forked), or of an event loop of before, are left
         alone: whoever shares a connection reads another's answers, and a loop that has ended reads nothing."""
         owner = self._whose()
@@ -87,6 +92,11 @@ class Connection(Generic[Pool]):
     @property
     def _room(self) -> Any:
         return self._own()[1]
+
+    @property
+    def _asks(self) -> Any:
+        """As ``_room``, of requests: none waits for calls, which may take hours."""
+        return self._own()[2]
 
     @property
     def url(self) -> str:

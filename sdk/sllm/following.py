@@ -71,7 +71,7 @@ class Following:
                 raise error
             self.lost, self.call, self._since = error, self.call or trace.call, now
             self._reads_on = True
-        elif isinstance(error, Unauthorized):  # whoever reads on with that token is let in nowhere
+        elif self.source and isinstance(error, Unauthorized):  # whoever reads on with that token is let in nowhere
             raise error from self.lost
         elif not error.retryable or (now - self._since > FOLLOW_S and self._tries >= len(self.gateways)):
             raise self.lost from error

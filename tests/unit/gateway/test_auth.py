@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from sllm_gateway import auth
 from sllm_gateway.auth import Auth
 from sllm_gateway.settings import GatewaySettings
-from sllm_runtime.protocol.errors import Unauthorized
+from sllm_runtime.protocol.errors import InvalidRequest, Unauthorized
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import world
@@ -70,3 +71,32 @@ async def test_a_token_that_was_taken_out_of_the_file_is_refused_without_a_resta
         file.unlink()
         await asyncio.sleep(1.1)
         assert (await status("new"), await status("old")) == (200, 401)
+
+
+def test_a_file_that_cannot_be_read_just_now_is_read_once_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root puts it there, and gives it to the gateway's user a moment later (or there was no descriptor left): neither
+    owner nor rights are of its stamp. What was taken out of it would be let in for ever."""
+    monkeypatch.setattr(auth, "LOOKS_S", 0.0)
+    file, allowed = tmp_path / "token", True
+    file.write_text("old\n")
+
+    def read() -> str:
+        if not allowed:
+            raise InvalidRequest(f"SLLM_TOKEN_FILE: cannot read {file}: Permission denied")
+        return file.read_text()
+
+    checks = Auth(read(), file, read)
+
+    def shown(token: bytes) -> None:
+        checks.check({"raw_path": b"/v1/models", "headers": [(b"authorization", b"Bearer " + token)]})
+
+    (tmp_path / "next").write_text("new\n")
+    (tmp_path / "next").replace(file)
+    allowed = False
+    shown(b"old")  # those of before stay
+    allowed = True  # chown: the same number, time and size
+    shown(b"new")
+    with pytest.raises(Unauthorized):
+        shown(b"old")

@@ -10,7 +10,7 @@ from sllm_gateway.link import OPEN_TRY_S, Link
 from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.outbox import encode
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.errors import DeadlineExceeded, GatewayStopped, Unavailable
+from sllm_runtime.protocol.errors import Cancelled, DeadlineExceeded, GatewayStopped, Unavailable
 from sllm_runtime.protocol.frames import Ack, Cancel, Feed, Frame, FrameKind, Open, Opened, Parts
 from sllm_runtime.protocol.limits import MOST_IDS
 from sllm_runtime.protocol.subjects import node_calls
@@ -190,3 +190,61 @@ async def test_a_node_that_the_same_cut_off_may_be_back_a_little_later(monkeypat
     bus.call = call  # type: ignore[method-assign]
     opened = await Link(cast(Bus, bus), "g1", lambda: 0.0).open("n1", cast(Open, None))
     assert opened.status == "accepted"
+
+
+async def test_a_call_that_has_ended_is_not_asked_for_while_its_node_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its cancellation was sent to nobody: a node that is back would begin it."""
+    monkeypatch.setattr(limits, "RESEND_AFTER_S", 0.01)
+    monkeypatch.setattr("sllm_gateway.link.SETTLE_S", 0.1)
+    bus = Away()
+    bus.connected = True
+    breaks_off, over = bus.call, False
+
+    async def call(*asked: Any, **how: Any) -> Opened:
+        nonlocal over
+        await breaks_off(*asked, **how)
+        if bus.happened.count("asked") < 4:
+            over = True
+            raise Unavailable("nobody is there")
+        return Opened(status="accepted")
+
+    async def before() -> None:
+        if over:
+            raise Cancelled("it has ended meanwhile")
+
+    bus.call = call  # type: ignore[method-assign]
+    with pytest.raises(Cancelled):
+        await Link(cast(Bus, bus), "g1", lambda: 0.0).open("n1", cast(Open, None), before)
+    assert bus.happened == ["asked", "back", "asked"]
+
+
+async def test_what_broke_and_was_made_anew_within_one_try_cut_its_node_off_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that is restarted within a second: each comes back at a time of its own, and a question that was on its
+    way ends as one that has no answer."""
+    monkeypatch.setattr(limits, "RESEND_AFTER_S", 0.01)
+
+    class Restarted(Away):
+        async def listen(self, *_: Any) -> None:
+            self.connected = True
+
+        def on_reconnect(self, callback: Any) -> None:
+            self.callbacks = [*getattr(self, "callbacks", []), callback]
+
+        async def call(self, subject: str, request: Open, reply: type, *, timeout_s: float) -> Opened:
+            self.happened.append("asked")
+            if len(self.happened) == 1:
+                for callback in self.callbacks:
+                    callback()
+                raise DeadlineExceeded("no answer")
+            if len(self.happened) == 2:
+                raise Unavailable("nobody is there")
+            return Opened(status="accepted")
+
+    bus = Restarted()
+    link = Link(cast(Bus, bus), "g1", lambda: 0.0)
+    await link.start(cast(Any, type("", (), {"on_items": None, "on_reconnect": lambda _: None})()))
+    assert (await link.open("n1", cast(Open, None))).status == "accepted"

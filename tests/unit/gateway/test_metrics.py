@@ -4,7 +4,9 @@ import asyncio
 import json
 import logging
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -360,3 +362,49 @@ def test_the_docs_name_every_kind_of_event() -> None:
     by_state = {f"{of}.{state.lower()}" for of, table in states.items() for state in table}
     assert {each for each in said if each.endswith("<state>")} == {f"{of}.<state>" for of in states}
     assert {each for each in said if not each.endswith("<state>")} == set(Kind) - by_state
+
+
+async def test_a_scrape_does_not_wait_behind_bodies_that_are_checked() -> None:
+    """Large ones are, beside the loop: a queue of them is when what is counted is looked at."""
+    over = threading.Event()
+    bodies = [asyncio.get_running_loop().run_in_executor(None, over.wait) for _ in range(64)]
+    try:
+        async with asyncio.timeout(2):
+            assert b"sllm_http_requests" in await Metrics().page()
+    finally:
+        over.set()
+        await asyncio.gather(*bodies)
+
+
+async def test_tokens_of_a_call_that_ends_while_they_are_written_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the sum of the two, which `sllm top` shows, has them twice, and less the next time."""
+    metrics, drawn = Metrics(), {"f": 1000}
+    metrics.watch(dict, lambda: 1, lambda: dict(drawn), lambda: 1, lambda: 1, lambda: True, lambda: True)
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(registry: Any) -> bytes:
+        begun.set()
+        ended.wait(10)
+        return generate_latest(registry)
+
+    monkeypatch.setattr("sllm_gateway.metrics.generate_latest", slow)
+    page = asyncio.create_task(metrics.page())
+    await until(begun.is_set)
+    drawn.clear()
+    call: Any = SimpleNamespace(
+        version=SimpleNamespace(function="f"),
+        order=SimpleNamespace(accepted=0.0),
+        marks=SimpleNamespace(failed=None, first=None, started=None),
+        error=None,
+        end=End(usage=Usage(prompt=0, completion=1000, cached=0)),
+    )
+    metrics.ended(call, 1.0)
+    ended.set()
+    for text in (await page, await metrics.page()):
+        lines = text.decode().splitlines()
+        told = [
+            float(line.split()[1]) for line in lines if line.startswith(("sllm_tokens_total{", "sllm_tokens_open{"))
+        ]
+        assert sum(told) == 1000

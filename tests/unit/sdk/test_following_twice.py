@@ -40,3 +40,12 @@ def test_a_token_that_was_taken_away_meanwhile_is_what_is_told() -> None:
     following.broke(InstanceLost("the stream broke off"), Trace(broken=True), 0.0)
     with pytest.raises(Unauthorized):
         following.broke(Unauthorized("the bearer token is not the one of this platform"), Trace(), 1.0)
+
+
+def test_a_call_that_may_have_run_is_not_told_of_as_one_that_was_not_let_in() -> None:
+    """Who gives it the right token, and calls again, would have it done twice; docs/sdk.md says ``InstanceLost``."""
+    following, trace = Following(Gateways(("http://a", "http://b"))), Trace(call="call-1", broken=True)
+    following.broke(InstanceLost("the stream of call call-1 broke off; it may have been done in part"), trace, 0.0)
+    with pytest.raises(InstanceLost, match="it may have been done") as told:
+        following.broke(Unauthorized("the bearer token is not the one of this platform"), Trace(), 1.0)
+    assert isinstance(told.value.__cause__, Unauthorized)
