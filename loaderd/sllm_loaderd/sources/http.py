@@ -96,9 +96,10 @@ class HttpSource:
     def _require_absent(self, name: str, error: SllmError) -> None:
         """Raises ``error`` where a file is refused by a server that says 404 of what it has not: this one is there, and
         a model without it (its template, what ends its outputs) would be another one."""
-        if not isinstance(error, Forbidden):
-            return
         end = PurePosixPath(name).suffix
+        if not isinstance(error, Forbidden):
+            self._refuses[end] = False  # it says 404 of such: one that is refused is there, or all are for a moment
+            return
         if end not in self._refuses:
             try:
                 self._remote.head(self._url(_NOWHERE + end))

@@ -131,10 +131,13 @@ class _Access:
     def _renew(self) -> bool:
         """As ``Remote`` asks for it: keys in files are replaced while this runs, and botocore reads these once."""
         import boto3
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError, ClientError
 
         with self._lock:
-            with contextlib.suppress(BotoCoreError, OSError):  # a file that is just being written
+            if time.monotonic() - self._renewed < RENEWED_S:  # those of a role are others each time that it is asked
+                return True
+            # A file that is just being written; a role that is refused, too.
+            with contextlib.suppress(BotoCoreError, ClientError, OSError):
                 found = boto3.Session().get_credentials()
                 if found is not None and found.get_frozen_credentials() != self._credentials.get_frozen_credentials():
                     self._credentials, self._renewed = found, time.monotonic()

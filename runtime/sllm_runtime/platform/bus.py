@@ -63,7 +63,8 @@ class Bus:
         self._subscriptions: dict[NatsSubscription, Subscription] = {}
         self._outbox = Outbox(self._client, self._tasks)
         self._questions = requests.Questions(self._client)
-        self._closing = self._refused = False
+        self._closing, self._refused = False, True
+        """``_refused``: it was said that NATS refuses this identity; who connects is told so himself."""
 
     @classmethod
     async def connect(
@@ -93,6 +94,7 @@ class Bus:
                 on_closed=bus._when_closed,
                 jetstream=jetstream and (who is None or who.kind != "node"),
             )
+            bus._refused = False
             await bus._questions.start()
         except BaseException:
             await bus.close()

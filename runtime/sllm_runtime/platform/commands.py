@@ -33,6 +33,7 @@ from sllm_runtime.platform.telemetry import configure_logging
 from sllm_runtime.platform.up import Platform, require_disk
 from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
 from sllm_runtime.protocol.profiles import profile_name
+from sllm_runtime.protocol.subjects import is_token
 
 _DOWN_S: Final = 15.0
 
@@ -224,7 +225,8 @@ def _require_own(data: Path) -> None:
     who asks for one is told."""
     for pattern in ("logs/", "nats/", "nats/*/", "nodes/", "nodes/*/", "nodes/*/*/", "pool/"):
         for path in sorted(data.glob(pattern)):
-            if path.is_dir() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            ours = is_token(path.name)  # a disk that is mounted there has a `lost+found`, a filer's a `.snapshot`
+            if ours and path.is_dir() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                 raise InvalidRequest(
                     f"{path} belongs to user {path.stat().st_uid} and user {os.getuid()} cannot use it: this platform"
                     " was started by another user, or is a copy that lost its owners;"

@@ -16,10 +16,11 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import nats.errors
-from nats.aio.client import Client, Srv
+from nats.aio.client import Client, RawCredentials, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
@@ -111,6 +112,13 @@ class DirectClient(Client):
             raise
         except Exception as error:
             raise nats.errors.Error(f"nats: the credentials are none ({type(error).__name__})") from error
+
+    def _read_creds_user_jwt(self, creds: str | RawCredentials | Path) -> bytearray:
+        """As nats-py, which reads on for ever where no line begins a JWT, and holds this process's loop."""
+        said = creds if isinstance(creds, RawCredentials) else RawCredentials(Path(creds).read_text())
+        if "BEGIN NATS USER JWT" not in said:
+            raise nats.errors.Error("nats: the credentials are none (no JWT)")
+        return bytearray(super()._read_creds_user_jwt(said))
 
     async def _attempt_reconnect(self) -> None:
         """Without what the old connection has not taken: nats-py would wait until that is sent, and the kernel goes on

@@ -197,14 +197,14 @@ def require_port(host: str, port: int) -> None:
     if not host:  # which would be any of them, and none that can be asked
         raise InvalidRequest("--host is empty; leave it out, or name an address of this machine", field="host")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                raise InvalidRequest(f"--host {host!r} is no address of this machine", field="host") from error
-            raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port") from error
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise InvalidRequest(f"--host {host!r} is no address of this machine", field="host") from error
+        raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port") from error
 
 
 async def answers_ready(host: str, port: int) -> bool:

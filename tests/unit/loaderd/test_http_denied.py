@@ -60,6 +60,31 @@ def test_a_file_that_is_there_and_refused_is_not_left_out(
             assert bring(f"{server.url}/m", staging, models.cache, "").digest
 
 
+def test_a_file_is_not_left_out_where_all_is_refused_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what counts requests, or while rights are renewed: what says that the file may be absent is refused with it.
+    But it has said 404 of others before."""
+    numbers_model(tmp_path / "served" / "m")
+    (tmp_path / "served" / "m" / "generation_config.json").write_text("{}")
+    with store(tmp_path / "store") as models, range_server(tmp_path / "served") as server:
+        handler, left = server.RequestHandlerClass, [-1]
+        serve = handler._file  # type: ignore[attr-defined]
+
+        def file(self: Any, *, body: bool, word: str | None) -> None:
+            if self.path.endswith("generation_config.json") and left[0] < 0:
+                left[0] = 4
+            if left[0] > 0:
+                left[0] -= 1
+                self.answer(403, b"", {}, body=body)
+            else:
+                serve(self, body=body, word=word)
+
+        monkeypatch.setattr(handler, "_file", file)
+        with models.staging() as staging, pytest.raises(Forbidden, match=r"generation_config.json is refused with 403"):
+            bring(f"{server.url}/m", staging, models.cache, "")
+
+
 @pytest.mark.parametrize("status", [403, 405, 501])
 def test_a_server_that_answers_no_head(tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it sends us to is signed for GET, or GET is all that it has."""

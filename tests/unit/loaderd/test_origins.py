@@ -8,9 +8,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import boto3
 import pytest
+from botocore.credentials import Credentials
+from botocore.exceptions import ClientError
 
 from sllm_loaderd.convert.child import bring
 from sllm_loaderd.convert.child_messages import ChildOutcome
@@ -107,6 +110,33 @@ def test_keys_of_an_object_store_that_are_replaced_in_their_file_open_it_at_once
                 have("SECRET")
                 with sources(model) as (remote,):
                     assert content(remote, model) == (directory / "partition_0.bin").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["cannot be had", "are others each time"])
+def test_keys_of_a_role_that_are_refused_are_told_as_that(
+    published: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """STS refuses who may have the role no more, by an error that is none of botocore's core; and who may gets other
+    keys of it each time, so that they say nothing."""
+    have, asked = boto3.Session.get_credentials, list[int]()
+
+    def get(self: Any) -> Any:
+        asked.append(1)
+        if len(asked) > 1 and how == "cannot be had":
+            raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "AssumeRole")
+        return have(self) if len(asked) == 1 else Credentials("KEY", "OUTWORN", f"token {len(asked)}")
+
+    digest = published[1]
+    with object_store(tmp_path / "served") as endpoint, store(tmp_path / "data") as models:
+        for name, value in s3_settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        register(models, "s3://bucket/tiny")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "OUTWORN")
+        monkeypatch.setattr(boto3.Session, "get_credentials", get)
+        model = models.open(digest)
+        with contextlib.closing(model), sources(model) as (remote,), pytest.raises(Forbidden, match="credentials"):
+            content(remote, model)
+    assert len(asked) == 2
 
 
 def test_a_checkpoint_at_an_object_store_is_read_from_there_and_then_from_the_ssd_tier(

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import nats.errors
 import nkeys
 import pytest
 
 from sllm_runtime.platform.bus import Bus
+from sllm_runtime.platform.direct import DirectClient
 from sllm_runtime.platform.nats_server import EmbeddedNats, find_binary, free_port, new_identity
 from sllm_runtime.platform.process import Child
 from sllm_runtime.platform.settings import Settings
@@ -243,3 +246,43 @@ async def test_who_is_refused_when_the_server_comes_back_says_so(
     finally:
         await bus.close()
         await server.stop()
+
+
+class _Stuck(BaseException):
+    """Which nothing on the way takes for an error."""
+
+
+def test_credentials_of_a_seed_alone_fail_a_try_and_do_not_hold_the_loop(tmp_path: Path) -> None:
+    """nats-py looks for the JWT line by line, and past the end of the file for ever: whoever has connected hangs."""
+    creds = Operator().credentials(tmp_path / "user.creds", "controller")
+    text = creds.read_text()
+    creds.write_text(text[text.index("-----BEGIN USER NKEY SEED") :])
+    client = DirectClient()
+    client.options.update({"verbose": False, "pedantic": False, "name": None, "no_echo": None, "token": None})
+    client._server_info = {"nonce": "nonce"}
+    client._auth_configured, client._user_credentials = True, str(creds)
+    client._setup_nkeys_connect()
+
+    def stuck(*_: object) -> None:
+        raise _Stuck
+
+    before = signal.signal(signal.SIGALRM, stuck)
+    signal.setitimer(signal.ITIMER_REAL, 5)
+    try:
+        with pytest.raises(nats.errors.Error, match="credentials"):
+            client._connect_command()
+        creds.write_text(text)
+        assert b'"jwt"' in client._connect_command()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+async def test_who_is_refused_at_first_is_not_told_that_it_is_asked_again_for_ever(
+    tls_server: EmbeddedNats, certificates: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not: that is an error, and the end of who asked."""
+    wrong = settings(tls_server, certificates, ca="stranger.pem", cert="client.pem", key="client.key")
+    with pytest.raises(SllmError):
+        await Bus.connect(wrong, "ctl", name="test")
+    assert "asked again for ever" not in caplog.text

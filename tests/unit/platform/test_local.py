@@ -238,3 +238,14 @@ def test_what_is_no_address_of_this_machine_is_no_matter_of_the_port(host: str) 
     """An empty one, as of a variable that is not set, would be waited for until the gateway had to be ready."""
     with pytest.raises(InvalidRequest, match="--host"):
         require_port(host, 0)
+
+
+def test_nor_is_one_of_a_family_that_this_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Booted with ``ipv6.disable=1``."""
+
+    def none(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", none)
+    with pytest.raises(InvalidRequest, match="--host '::'"):
+        require_port("::", 0)

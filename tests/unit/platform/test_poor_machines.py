@@ -163,3 +163,17 @@ def test_what_is_another_users_in_the_data_directory_is_named(tmp_path: Path, in
     error = json.loads(done.stderr.splitlines()[-1])["error"]
     assert (error["code"], str(tmp_path / "run" / inner) in error["message"]) == ("invalid_request", True)
     assert "chown" in error["message"]
+
+
+@pytest.mark.parametrize("inner", ["nats/lost+found", "nodes/lost+found", "nodes/n1/lost+found", "nats/.snapshot"])
+def test_what_is_not_the_platforms_there_is_nobodys_matter(tmp_path: Path, inner: str) -> None:
+    """Of a disk that is mounted there: root's, and no business of ours."""
+    (tmp_path / inner).mkdir(parents=True)
+    (tmp_path / inner).chmod(0)
+    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if not os.getuid() else []
+    code = "import sys, pathlib, sllm_runtime.platform.commands as c; c._require_own(pathlib.Path(sys.argv[1]))"
+    try:
+        done = subprocess.run([*plain, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    finally:
+        (tmp_path / inner).chmod(0o700)
+    assert done.returncode == 0, done.stderr
