@@ -58,7 +58,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         """As ``Client.call``."""
         options = self._whole(arguments)
         path, seen = transport.function_path(name, version), trace or Trace()
-        async with self._room:
+        async with self._own().calls:
             return await self._again(lambda: self._once("POST", path, seen, options), repeatable=False)
 
     async def stream(
@@ -124,7 +124,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         if within_s is not None:
             return await self._once(method, path, None, {**options, "within_s": within_s})
         repeatable = method in ("GET", "HEAD")
-        async with self._asks:
+        async with self._own().requests:
             return await self._again(lambda: self._once(method, path, None, options), repeatable=repeatable)
 
     async def operation(self, path: str, body: Mapping[str, Any], observe: Observe = answers.ignore) -> str:

@@ -60,7 +60,7 @@ class Client(Connection[httpx.Client]):
         """Call a function; its whole answer. Sent again only where it certainly did not run."""
         options = self._whole(arguments)
         path, seen = transport.function_path(name, version), trace or Trace()
-        with self._room:
+        with self._own().calls:
             return self._again(lambda: self._once("POST", path, seen, options), repeatable=False)
 
     def stream(
@@ -129,7 +129,7 @@ class Client(Connection[httpx.Client]):
         waited for a gateway that takes it, all of them together, and for its answer. Raises the typed error."""
         if within_s is not None:
             return self._once(method, path, None, {**options, "within_s": within_s})
-        with self._asks:
+        with self._own().requests:
             return self._again(lambda: self._once(method, path, None, options), repeatable=method in ("GET", "HEAD"))
 
     def text(self, path: str, *, within_s: float | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import httpx
@@ -20,6 +21,17 @@ LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 ABREAST: Final = 100
 """Answers in one piece, of calls and of requests, that a client waits for at once: the rest of a batch waits here, not
 in the function's queue, nor for descriptors that there are not."""
+
+
+@dataclass(frozen=True)
+class Own(Generic[Pool]):
+    """What one process, or one event loop, has for itself."""
+
+    pool: Pool
+    calls: Any
+    """A semaphore of ABREAST."""
+    requests: Any
+    """Another one: none waits for calls, which may take hours."""
 
 
 class Connection(Generic[Pool]):
@@ -46,15 +58,11 @@ class Connection(Generic[Pool]):
         self._retry = retry or Retry()
         options = transport.options(self.profile, timeout)
         ways = transport.proxies() if options["trust_env"] else {}
-        self._anew: Callable[[], tuple[Pool, Any, Any]] = lambda: (
-            self._pool(options, ways),
-            self._gate(),
-            self._gate(),
-        )
+        self._anew: Callable[[], Own[Pool]] = lambda: Own(self._pool(options, ways), self._gate(), self._gate())
         self._owner: object = None
         """Whose connections these are; None: nobody has used them."""
         try:
-            self._made: tuple[Pool, Any, Any] = self._anew()
+            self._made: Own[Pool] = self._anew()
         except (ImportError, ValueError, httpx.InvalidURL) as error:  # of SOCKS, of no scheme that is known, no address
             raise InvalidRequest(
                 f"the proxy that the environment names (ALL_PROXY, HTTP_PROXY or HTTPS_PROXY) cannot be used: {error}"
@@ -75,28 +83,19 @@ class Connection(Generic[Pool]):
     def _gate() -> Any:
         """A semaphore of ABREAST."""
 
-    def _own(self) -> tuple[Pool, Any, Any]:
+    def _own(self) -> Own[Pool]:
         """Of who asks. Connections of another process (this one was forked), or of an event loop of before, are left
         alone: whoever shares a connection reads another's answers, and a loop that has ended reads nothing."""
         owner = self._whose()
         if self._owner is None:
             self._owner = owner
-        elif self._owner != owner and not self._made[0].is_closed:
+        elif self._owner != owner and not self._made.pool.is_closed:
             self._owner, self._made = owner, self._anew()
         return self._made
 
     @property
     def _http(self) -> Pool:
-        return self._own()[0]
-
-    @property
-    def _room(self) -> Any:
-        return self._own()[1]
-
-    @property
-    def _asks(self) -> Any:
-        """As ``_room``, of requests: none waits for calls, which may take hours."""
-        return self._own()[2]
+        return self._own().pool
 
     @property
     def url(self) -> str:

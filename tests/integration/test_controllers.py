@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.streams import STATE_STREAM
 from sllm_runtime.platform.watch import last_messages
 from sllm_runtime.protocol.http import API
+from sllm_runtime.protocol.records import Term
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import deploy, events, live, view, wait, wait_cold, worker_of
 from tests.fixtures.leading import term
@@ -85,6 +86,19 @@ def test_the_standby_takes_over_under_a_stream_and_the_old_one_changes_nothing(
     assert cluster.http.post("/fn/cold", json={"text": "b"}).json() == "B"
 
 
+def taken_over(
+    cluster: Cluster, before: Term, was: Mapping[str, list[str]]
+) -> tuple[dict[str, set[str]], dict[str, int]]:
+    """Another controller than ``before``'s leads, the workers of these functions are killed, and what it has started in
+    the place of what ``was`` works: the instances by function, and their workers. One, ``least``, has to be there."""
+    wait(lambda: term(cluster).term > before.term, "another one is elected")
+    for name in was:
+        os.kill(worker_of(cluster, name), signal.SIGKILL)
+    wait(lambda: ready(cluster, "least") - {*was["least"]}, "the new one starts what has to be there")
+    assert cluster.http.post("/fn/slow-stream", json={"count": 1}).json() == [0]
+    return {name: ready(cluster, name) for name in was}, {name: worker_of(cluster, name) for name in was}
+
+
 def test_a_leader_that_wakes_with_much_to_do_does_none_of_it(cluster: Cluster) -> None:
     """To it one function lacks the instance that it has to have, and what the new one started for both is nobody's: it
     would start one and end two."""
@@ -95,13 +109,7 @@ def test_a_leader_that_wakes_with_much_to_do_does_none_of_it(cluster: Cluster) -
     was = {name: live(cluster, name) for name in names}
     os.kill(old, signal.SIGSTOP)
     try:
-        wait(lambda: term(cluster).term > before.term, "another one is elected")
-        for name in names:
-            os.kill(worker_of(cluster, name), signal.SIGKILL)
-        wait(lambda: ready(cluster, "least") - {*was["least"]}, "the new one starts what has to be there")
-        assert cluster.http.post("/fn/slow-stream", json={"count": 1}).json() == [0]
-        now = {name: ready(cluster, name) for name in names}
-        there = {name: worker_of(cluster, name) for name in names}
+        now, there = taken_over(cluster, before, was)
         started = {name: len(events(cluster, name, "instance.starting")) for name in names}
     finally:
         os.kill(old, signal.SIGCONT)
@@ -212,13 +220,7 @@ def test_fences_alone_stop_a_leader_that_wakes_and_believes_that_it_leads(tmp_pa
         was = {name: live(cluster, name) for name in names}
         os.kill(old, signal.SIGSTOP)
         try:
-            wait(lambda: term(cluster).term > before.term, "another one is elected")
-            for name in names:
-                os.kill(worker_of(cluster, name), signal.SIGKILL)
-            wait(lambda: ready(cluster, "least") - {*was["least"]}, "the new one starts what has to be there")
-            assert cluster.http.post("/fn/slow-stream", json={"count": 1}).json() == [0]
-            now = {name: ready(cluster, name) for name in names}
-            there = {name: worker_of(cluster, name) for name in names}
+            now, there = taken_over(cluster, before, was)
             records = ("instances.", "routes.", "functions.", "versions.", "term")
             started = {f"instances.{each}" for name in names for each in now[name]}
             wait(lambda: {*kept(cluster, "instances.")} == started, "what it has started is recorded, and no more")

@@ -1,6 +1,7 @@
 """An existing NATS cluster instead of the embedded server: TLS, client certificates, no JetStream, nobody there."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -28,18 +29,27 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
-@pytest.fixture
-async def tls_server(certificates: Path, tmp_path: Path) -> AsyncIterator[EmbeddedNats]:
+@contextlib.asynccontextmanager
+async def serving(certificates: Path, directory: Path) -> AsyncIterator[EmbeddedNats]:
+    """A server by these certificates, which wants one of its clients."""
     tls = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
     server = EmbeddedNats(
-        directory=tmp_path / "nats",
+        directory=directory / "nats",
         identities=(new_identity("controller", "ctl"),),
         tls={**{key: str(certificates / name) for key, name in tls.items()}, "verify": True},
     )
     server.prepare()
     await server.start()
-    yield server
-    await server.stop()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def tls_server(certificates: Path, tmp_path: Path) -> AsyncIterator[EmbeddedNats]:
+    async with serving(certificates, tmp_path) as server:
+        yield server
 
 
 def settings(server: EmbeddedNats, certificates: Path, **names: str) -> Settings:
@@ -168,23 +178,16 @@ def renew(certificates: Path) -> None:
 async def test_certificates_renewed_in_place_are_read_at_the_next_connection(tmp_path: Path) -> None:
     (tmp_path / "tls").mkdir()
     tls = make_certificates(tmp_path / "tls")
-    files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
-    server = EmbeddedNats(
-        directory=tmp_path / "nats",
-        identities=(new_identity("controller", "ctl"),),
-        tls={**{key: str(tls / name) for key, name in files.items()}, "verify": True},
-    )
-    server.prepare()
-    await server.start()
-    bus = await Bus.connect(settings(server, tls, ca="ca.pem", cert="client.pem", key="client.key"), "ctl", name="t")
-    try:
-        await server.stop()
-        renew(tls)
-        await server.start()
-        await until(lambda: bus.connected, what="it is connected by the files that are there now")
-    finally:
-        await bus.close()
-        await server.stop()
+    async with serving(tls, tmp_path) as server:
+        own = settings(server, tls, ca="ca.pem", cert="client.pem", key="client.key")
+        bus = await Bus.connect(own, "ctl", name="t")
+        try:
+            await server.stop()
+            renew(tls)
+            await server.start()
+            await until(lambda: bus.connected, what="it is connected by the files that are there now")
+        finally:
+            await bus.close()
 
 
 async def test_credentials_that_are_none_for_a_while_do_not_end_the_reconnecting(tmp_path: Path) -> None:
@@ -227,25 +230,17 @@ async def test_who_is_refused_when_the_server_comes_back_says_so(
     tls = make_certificates(tmp_path / "tls")
     for name in ("client.pem", "client.key", "ca.pem"):
         (tmp_path / "own" / name).write_bytes((tls / name).read_bytes())
-    files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
-    server = EmbeddedNats(
-        directory=tmp_path / "nats",
-        identities=(new_identity("controller", "ctl"),),
-        tls={**{key: str(tls / name) for key, name in files.items()}, "verify": True},
-    )
-    server.prepare()
-    await server.start()
-    own = settings(server, tmp_path / "own", ca="ca.pem", cert="client.pem", key="client.key")
-    bus = await Bus.connect(own, "ctl", name="t")
-    try:
-        await server.stop()
-        renew(tls)
-        (tmp_path / "own" / "ca.pem").write_bytes((tls / "ca.pem").read_bytes())
-        await server.start()
-        await until(lambda: "SLLM_NATS_CERT" in caplog.text, what="it says so")
-    finally:
-        await bus.close()
-        await server.stop()
+    async with serving(tls, tmp_path) as server:
+        own = settings(server, tmp_path / "own", ca="ca.pem", cert="client.pem", key="client.key")
+        bus = await Bus.connect(own, "ctl", name="t")
+        try:
+            await server.stop()
+            renew(tls)
+            (tmp_path / "own" / "ca.pem").write_bytes((tls / "ca.pem").read_bytes())
+            await server.start()
+            await until(lambda: "SLLM_NATS_CERT" in caplog.text, what="it says so")
+        finally:
+            await bus.close()
 
 
 class _Stuck(BaseException):

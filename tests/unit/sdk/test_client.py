@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
@@ -425,7 +425,7 @@ async def test_one_bound_is_for_all_gateways(kind: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr("sllm.async_client.time", SimpleNamespace(monotonic=lambda: now))
     client = kind(profile=Profile("http://a:1", others=("http://b:1", "http://c:1")))
     pool = (httpx.Client if kind is Client else httpx.AsyncClient)(transport=httpx.MockTransport(lost))
-    client._made = (pool, *client._made[1:])
+    client._made = replace(client._made, pool=pool)
 
     async def asked() -> None:
         await client.request("POST", f"/v1/calls/{CALL}/cancel", within_s=1.5)
