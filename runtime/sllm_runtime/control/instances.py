@@ -11,9 +11,10 @@ import msgspec
 from sllm_runtime.control import backoff
 from sllm_runtime.control.fits import need_in, short, total
 from sllm_runtime.control.placement import may_start
+from sllm_runtime.control.scheduling.prediction import Estimate, reading, slowest_link
 from sllm_runtime.control.view import STARTING, Failure, Instance, Refusal, Stop, View
 from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
-from sllm_runtime.protocol.loader import DISK
+from sllm_runtime.protocol.loader import DISK, path_of
 from sllm_runtime.protocol.node import InstanceStatus
 from sllm_runtime.protocol.states import INSTANCE, InstanceState, check
 from sllm_runtime.protocol.timeline import CONVERT, WEIGHTS, Span, sane, shift
@@ -102,7 +103,8 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
     guess, key = instance.predicted, instance.key
     node = instance.record.node
     learned = view.learned.after(key, node, guess.warm, status.spans)
-    if guess.tier == "ssd" and (bandwidth := _disk(view, node)):
+    bandwidth, read = _measured(view, instance, guess)
+    if guess.tier == "ssd" and bandwidth:
         learned = learned.served(node, bandwidth)
     if instance.ready_at is not None:
         # Beside what its parts took, not what they were expected to: else one slow sandbox counts twice.
@@ -113,17 +115,26 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
         alone = not (guess.queue or guess.coming)  # who is served when is no matter of its version
         if there > 0.0:
             learned = learned.missed(key, guess.tier, took - max(seen.sandbox + seen.imports, there) - seen.setup)
-            learned = learned.led(key, guess.tier, there, seen.read, own) if alone else learned
+            if alone and (bandwidth or guess.tier != "ssd"):  # what a page cache gives says nothing of a disk
+                learned = learned.led(key, guess.tier, there, read, own)
         elif alone:  # it has no weights, or its engine began before they were there
             learned = learned.missed(key, guess.tier, took - (seen.seconds - seen.release - seen.rest), own)
     return replace(view, learned=learned)
 
 
-def _disk(view: View, node: str) -> float:
-    """Bytes per second that its disk gave to loads, by its last report; 0 if that does not say."""
-    known = view.nodes.get(node)
-    paths = known.status.paths if known is not None and known.status is not None else ()
-    return next((path.bandwidth for path in paths if path.path == DISK and path.served), 0.0)
+def _measured(view: View, instance: Instance, guess: Estimate) -> tuple[float, float]:
+    """Bytes per second that the path of its weights gives by its node's last report, its own load included (0 if that
+    does not say, or the page cache gave all), and n/b by that, as the next start is expected to take. By what was known
+    before, what had been wrong with it would count in the next ones as well."""
+    model, node = view.model_of(instance.key), view.nodes.get(instance.record.node)
+    if node is None or node.status is None:
+        return 0.0, guess.read
+    name = DISK if guess.tier == "ssd" else path_of(model.uri) if guess.tier == "remote" and model is not None else ""
+    paths = (path for path in node.status.paths if path.path == name and (path.served or name != DISK))
+    bandwidth = next((path.bandwidth for path in paths), 0.0)
+    if model is None or not (bandwidth or guess.tier == "dram"):
+        return bandwidth, guess.read
+    return bandwidth, reading(model, bandwidth, slowest_link(node.status) if instance.gpus else 0.0)
 
 
 def _there(instance: Instance) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sllm_runtime.control.scheduling.learned import Learned
-from sllm_runtime.control.scheduling.prediction import Estimate, Tier
+from sllm_runtime.control.scheduling.prediction import Estimate, Tier, reading
 from sllm_runtime.control.scheduling.servers import Server
 from sllm_runtime.control.view import Key
 from sllm_runtime.protocol.loader import unused_bandwidth
@@ -15,9 +15,7 @@ def estimate(
 ) -> Estimate:
     """Of a start of version ``key`` with ``model`` on ``server``, which has room or will after ``release`` seconds.
     ``device``: its weights go on to an accelerator."""
-    tier, queue, coming, read = _weights(server, model)
-    if device and server.link and model is not None:  # chunks go on as they come: the slower way counts
-        read = max(read, model.largest / server.link)
+    tier, queue, coming, read = _weights(server, model, server.link if device else 0.0)
     warm = server.warm > 0
     return Estimate(
         tier=tier,
@@ -34,13 +32,13 @@ def estimate(
     )
 
 
-def _weights(server: Server, model: ModelRecord | None) -> tuple[Tier, float, float, float]:
+def _weights(server: Server, model: ModelRecord | None, link: float) -> tuple[Tier, float, float, float]:
     """Where the weights are, and seconds of what is being served, of what comes before, and of reading."""
     if model is None:
         return "none", 0.0, 0.0, 0.0
     path = server.path(model)
     if path is None:
-        return "dram", 0.0, 0.0, 0.0
+        return "dram", 0.0, 0.0, reading(model, 0.0, link)
     bandwidth = path.bandwidth or unused_bandwidth(path.path)
     tier: Tier = "ssd" if model.digest in server.stored.ssd else "remote"
-    return tier, path.queued / bandwidth, server.coming / bandwidth, model.nbytes / bandwidth
+    return tier, path.queued / bandwidth, server.coming / bandwidth, reading(model, bandwidth, link)

@@ -7,6 +7,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from sllm_runtime.protocol.loader import is_link
+from sllm_runtime.protocol.node import NodeStatus
+from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.timeline import IMPORT, SANDBOX, SETUP, Span
 
 Tier: TypeAlias = Literal["none", "dram", "ssd", "remote"]
@@ -16,6 +19,20 @@ Tier: TypeAlias = Literal["none", "dram", "ssd", "remote"]
 def arrival(queue: float, lead: float, read: float) -> float:
     """Seconds until weights are there that wait for ``queue``, then come in ``read``; ``lead`` as in ``Estimate``."""
     return max(queue, lead) + read + min(lead, 0.0)
+
+
+def reading(model: ModelRecord, bandwidth: float, link: float = 0.0) -> float:
+    """n/b in seconds by a path of so many bytes per second; 0: what is in memory is not read. Chunks go on to an
+    accelerator by its ``link`` (0: there is none, or none was used) as they come: the slower way counts."""
+    read = model.nbytes / bandwidth if bandwidth else 0.0
+    return max(read, model.largest / link) if link else read
+
+
+def slowest_link(status: NodeStatus) -> float:
+    """Bytes per second from a node's memory to an accelerator, of the slowest that was used; 0: none was. Nothing waits
+    there: who starts has its accelerators for itself."""
+    used = (path.bandwidth for path in status.paths if path.bandwidth and is_link(path.path))
+    return min(used, default=0.0)
 
 
 class Estimate(msgspec.Struct, frozen=True):

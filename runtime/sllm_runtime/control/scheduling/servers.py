@@ -12,9 +12,9 @@ import msgspec
 from sllm_runtime.control.fits import ANY_GPU, Capacity, Need, free, short
 from sllm_runtime.control.placement import ends_late
 from sllm_runtime.control.scheduling.learned import Recent
-from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.control.scheduling.prediction import Estimate, slowest_link
 from sllm_runtime.control.view import EMPTY, STARTING, Instance, Key, Node, View
-from sllm_runtime.protocol.loader import DISK, is_link, path_of, unused_bandwidth
+from sllm_runtime.protocol.loader import DISK, path_of, unused_bandwidth
 from sllm_runtime.protocol.node import Gpu, NodeStatus, PathLoad
 from sllm_runtime.protocol.records import ModelRecord
 from sllm_runtime.protocol.states import InstanceState
@@ -116,10 +116,8 @@ class Server(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def link(self) -> float:
-        """Bytes per second from memory to an accelerator, of the slowest that was used; 0: none was. Nothing waits
-        there: who starts has its accelerators for itself."""
-        used = (path.bandwidth for path in self.status.paths if path.bandwidth and is_link(path.path))
-        return min(used, default=0.0)
+        """As ``slowest_link``."""
+        return slowest_link(self.status)
 
     def path(self, model: ModelRecord) -> PathLoad | None:
         """The way ``model`` would come by; None if it is in DRAM."""

@@ -21,7 +21,7 @@ from sllm_runtime.control.scheduling.learned import (
     WARM_SANDBOX_S,
     Learned,
 )
-from sllm_runtime.control.scheduling.prediction import Estimate
+from sllm_runtime.control.scheduling.prediction import Estimate, Tier
 from sllm_runtime.control.scheduling.remembered import learned as remembered
 from sllm_runtime.control.scheduling.remembered import record
 from sllm_runtime.control.view import Instance, View
@@ -270,11 +270,38 @@ def test_who_waits_for_the_path_does_not_wait_for_its_own_command_as_well() -> N
 @pytest.mark.parametrize(("queue", "lead"), [(0.0, 0.5), (0.75, 0.0)])
 def test_a_start_that_waited_for_others_does_not_teach_when_weights_are_asked_for(queue: float, lead: float) -> None:
     """Who was served first may be another than was expected."""
-    view, instance = starting(queue)
+    view, instance = starting(queue, served=True)
     stages = (Span(SANDBOX, 0.0, 20.0), Span(WEIGHTS, 20.0, 1480.0), Span(SETUP, 1500.0, 100.0))
     view = report(view, instance, ready(*stages), NOW + 1.625)
     assert view.learned.lead_s(KEY, "ssd") == pytest.approx(lead + 0.0125 * bool(lead))
     assert view.learned.rest_s(KEY, "ssd") == pytest.approx(0.0125), "the way back is known all the same"
+
+
+@pytest.mark.parametrize(
+    ("tier", "path", "device", "read"),
+    [
+        ("ssd", DISK, False, 0.25),
+        ("remote", "s3 models", False, 0.25),
+        ("ssd", DISK, True, 0.5),  # the link is slower
+        ("dram", DISK, True, 0.5),
+        ("remote", "other", False, 1.0),  # of this one nobody knows anything new
+        ("ssd", "other", False, 1.5),  # the page cache gave all: that says nothing of when a disk is asked
+    ],
+)
+def test_when_weights_are_asked_for_is_told_by_what_their_path_gave_them(
+    tier: Tier, path: str, device: bool, read: float
+) -> None:
+    """Had its bandwidth been known before, the start had been expected so: what was wrong with it counts no more."""
+    link = PathLoad(path=link_of("cuda:0"), bandwidth=2e9, queued=0)
+    where = node("a", paths=(PathLoad(path=path, bandwidth=4e9, queued=0, served=path == DISK), link))
+    m = model("m", GB)
+    view, what = function(cluster(where, models=(m,)), KEY[0], m)
+    guess = Estimate(tier, True, sandbox=0.02, imports=0.0, queue=0.0, read=1.0, setup=0.1)
+    record = InstanceRecord(instance="i", function=KEY[0], version=KEY[1], node="a", state=InstanceState.STARTING)
+    instance = Instance(record, what, placed=NOW, predicted=guess, gpus=(0,) if device else ())
+    stages = (Span(SANDBOX, 0.0, 20.0), Span(WEIGHTS, 20.0, 1480.0), Span(SETUP, 1500.0, 100.0))
+    view = report(view, instance, ready(*stages), NOW + 1.6)
+    assert view.learned.lead_s(KEY, tier) == pytest.approx(1.5 - read)
 
 
 def test_an_engine_that_begins_before_its_weights_are_there_teaches_the_whole() -> None:
