@@ -5,9 +5,9 @@ gap between two events from then on. Every stream is compared with the answer wh
 ``worker``: the process that computes it. ``node``: its invoker and loaderd, with everything below them; a second node
 is there, which has the model on its disk. ``gateway``: the one that runs the call and is read from, each in
 turn, since a supervisor gives a process up that ends too often; the call is kept, and its client asks the other gateway
-from its last event on. ``jetstream``: of three NATS servers the one that leads
-the stream of the state, for a kept call. The supervisor stands still meanwhile: what was killed is away until the
-stream has ended, however soon it would have been started again.
+from its last event on. ``gateway_unkept``: the same of a call that nobody asked to keep. ``jetstream``: of three NATS
+servers the one that leads the stream of the state, for a kept call. The supervisor stands still meanwhile: what was
+killed is away until the stream has ended, however soon it would have been started again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from benchmarks.programs import ProgramFailed
 from benchmarks.record import Case, none_of
 from benchmarks.runner import Run
 
-STREAMS: Final = ("worker", "node", "gateway", "jetstream")
+STREAMS: Final = ("worker", "node", "gateway", "gateway_unkept", "jetstream")
 ASK: Final = {"prompt": "class Parser", "max_tokens": 500, "temperature": 0.8, "seed": 7}
 AT: Final = 50
 TRIES: Final = 3
 """Faults until one meets a stream."""
 KEPT: Final = ("gateway", "jetstream")
+COMPONENTS: Final = {"node": ("invoker", "loaderd"), "gateway_unkept": ("gateway",)}
+"""What a case kills that is not named like it."""
 SETTINGS: Final = {"SLLM_PRELOAD": "engine", "SLLM_CONTROLLERS": "2"}
 
 
@@ -54,12 +56,12 @@ class Place:
     right: Sequence[Any]
     processes: Counter[str]
 
-    def aim(self, what: str, url: str = "") -> Callable[[], None]:
+    def aim(self, case: str, url: str = "") -> Callable[[], None]:
         """What kills a worker, a node or the gateway of ``url``. Raises ``ProgramFailed`` if it is not there."""
-        components = ("invoker", "loaderd") if what == "node" else (what,)
+        components = COMPONENTS.get(case, (case,))
         there = [[each for each in self.field.victims(name) if each.gateway in ("", url)] for name in components]
         if not all(there):
-            raise ProgramFailed(f"no {what} is there")
+            raise ProgramFailed(f"no {' or '.join(components)} is there")
         pids = [min(victims, key=lambda victim: victim.name).pid for victims in there]
 
         def strike() -> None:

@@ -1,5 +1,7 @@
 """The main job against the real platform: deploy functions, call them cold and warm, over HTTP."""
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -8,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from tests.fixtures.deployed import (
     worker_of,
 )
 from tests.fixtures.loaderd import numbers_model
+from tests.fixtures.waiting import GIVE_UP_S
 
 FUNCTIONS = Path(__file__).parents[2] / "functions"
 ASK = {"prompt": "def ", "max_tokens": 12}
@@ -373,4 +376,48 @@ def test_who_is_more_urgent_has_room_before_who_waits_already(cluster: Cluster, 
             gate.touch()
         assert [call.result()[0][-1] for call in calls] == [{"most": 1}] * 3
     for name in gates:
+        here(cluster.env, "fn", "delete", name, "--force")
+
+
+def test_what_fits_has_a_node_kept_where_others_would_leave_no_room_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+    """``busy`` is never without a call: the next one is in before one ends. When ``late`` has waited for as long as one
+    of them may last, ``busy`` takes no more."""
+    memory = node_of(cluster)["memory"] * 3 // 5
+    options: dict[str, Any] = {"memory": memory, "concurrency": 2, "keep_alive": 300}
+    deploy(cluster, "gated::gated", name="busy", timeout=3, **options)
+    deploy(cluster, "gated::gated", name="late", **options)
+    calls: list[Future[tuple[list[Any], Trace]]] = []
+    gates: list[Path] = []
+
+    def begin(threads: ThreadPoolExecutor, name: str) -> Path:
+        gate = tmp_path / str(len(gates)) / "gate"
+        gate.parent.mkdir()
+        gates.append(gate)
+        calls.append(threads.submit(ask, cluster, name, gate=str(gate)))
+        return gate
+
+    made_room = len(events(cluster, "busy", "instance.draining"))  # for the trial of ``late``
+
+    def draining() -> list[str]:
+        return [event["message"] for event in events(cluster, "busy", "instance.draining")[made_room:]]
+
+    def begun(at: Path) -> bool:
+        return inside(at.parent) == 1 or bool(draining())
+
+    with ThreadPoolExecutor(4) as threads, contextlib.ExitStack() as opened:
+        gate = begin(threads, "busy")
+        opened.callback(lambda: [each.touch() for each in gates])
+        wait(lambda: inside(gate.parent) == 1, "a call has all the room")
+        late, until = begin(threads, "late"), time.monotonic() + GIVE_UP_S
+        while not draining():
+            assert time.monotonic() < until, "it waits for ever"
+            before, gate = gate, begin(threads, "busy")
+            wait(functools.partial(begun, gate), "the next one is in, or there is none any more")
+            before.touch()
+        gate.touch()
+        wait(lambda: inside(late.parent) == 1, "it has its place")
+    assert [call.result()[0][-1].keys() for call in calls] == [{"most"}] * len(calls)
+    assert len(calls) > 3
+    assert "makes room for late, which has waited for " in draining()[0]
+    for name in ("busy", "late"):
         here(cluster.env, "fn", "delete", name, "--force")

@@ -23,18 +23,20 @@ from tests.fixtures.streams import Stream
 MIB = 2**20
 SLOW, FAST = 8.0 * MIB, 1000.0 * MIB
 B_BYTES = 64 * MIB
+C_BYTES = 24 * MIB
 ONE_EACH = {"SLLM_CPU": "1", "SLLM_CPU_OVERCOMMIT": "1", "SLLM_SSD_BYTES": "0", "SLLM_SETTLED": "0"}
 """Room for one instance, no copies on disks, and whoever is ready may be moved."""
 
 
 @pytest.fixture(scope="module")
 def models(coder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``a``, the demo model, and ``b``, some numbers."""
+    """``a``, the demo model, and ``b``, ``c`` and ``d``, some numbers each, with what is right in ``b.digest`` …"""
     place = tmp_path_factory.mktemp("models")
     shutil.copytree(coder / "model", place / "a")
-    made = synthetic.write(place / "numbers", B_BYTES, cold_gigabyte.STEP)
-    convert_directory(made.directory, place / "b")
-    (place / "digest").write_text(str(made.sampled))
+    for seed, (name, nbytes) in enumerate({"b": B_BYTES, "c": C_BYTES, "d": C_BYTES}.items(), start=1):
+        made = synthetic.write(place / f"{name}.numbers", nbytes, cold_gigabyte.STEP, seed)
+        convert_directory(made.directory, place / name)
+        (place / f"{name}.digest").write_text(str(made.sampled))
     return place
 
 
@@ -52,6 +54,17 @@ def wish(cluster: Cluster, node: str, what: str) -> None:
     assert cluster.http.post(f"{API}/nodes/{node}/{what}").status_code == 200
 
 
+def digests(directory: Path) -> str:
+    """The function that says a model's digest, alone in its directory: what lies beside a function goes with it."""
+    directory.mkdir()
+    return str(shutil.copy(cold_gigabyte.FUNCTION, directory / "started.py"))
+
+
+def starts(cluster: Cluster, function: str) -> list[tuple[str, str | None]]:
+    """Nodes where it became ready, and where the weights were."""
+    return [(event["node"], event["fields"].get("tier")) for event in events(cluster, function, "instance.ready")]
+
+
 @pytest.mark.parametrize("policy", ["startup-time", "preemption"])
 def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
     models: Path, store: Store, tmp_path: Path, policy: str
@@ -61,9 +74,7 @@ def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
     and its call goes on from its tokens."""
     moves = policy == "startup-time"
     url = f"http://127.0.0.1:{store.server_port}"
-    code = tmp_path / "code"  # alone there: what lies beside a function goes with it
-    code.mkdir()
-    function = shutil.copy(cold_gigabyte.FUNCTION, code / "started.py")
+    function = digests(tmp_path / "code")
     with Cluster(tmp_path, nodes=2, env={**ONE_EACH, "SLLM_POLICY": policy}) as cluster:
         wish(cluster, "n2", "cordon")
         deploy(cluster, "gated_coder::fn", name="coder", model=f"{url}/a", keep_alive=300, max_instances=2)
@@ -71,7 +82,7 @@ def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
         wait_cold(cluster, "coder")
         store.rate = FAST
         wish(cluster, "n2", "uncordon")
-        deploy(cluster, f"{function}", name="digest", model=f"{url}/b", keep_alive=0)
+        deploy(cluster, function, name="digest", model=f"{url}/b", keep_alive=0)
         wait_cold(cluster, "digest")
         heard: list[str] = []
         calls: list[str] = []
@@ -83,16 +94,13 @@ def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
                 heard.extend(stream.values())
 
         pieces = read_while(cluster, tmp_path / "gate", call_b)
-        assert heard == [(models / "digest").read_text()]
+        assert heard == [(models / "b.digest").read_text()]
         assert (moved(cluster), counted(cluster, "resumed")) == ((1, 0) if moves else (0, 1))
         told = cluster.http.get(f"{API}/explain/{calls[0]}").json()
         how = "running calls had been moved" if moves else "instances had been ended"
         by = "moving coder-1-" if moves else "stopping 1 at work (coder-1-"
         assert f", after {how} for it: makes room on n2 by {by}" in told["decision"]
-        started = [
-            (event["node"], event["fields"].get("tier")) for event in events(cluster, "digest", "instance.ready")
-        ]
-        assert started == [("n2", "remote"), ("n2", "dram")]
+        assert starts(cluster, "digest") == [("n2", "remote"), ("n2", "dram")]
         done = [
             (event["node"], float(event["fields"]["expected_s"]) < B_BYTES / SLOW)
             for event in events(cluster, "coder", "migration.done")
@@ -101,6 +109,43 @@ def test_a_running_call_makes_room_where_the_weights_of_another_function_are(
         assert [instance.node for instance in view(cluster, "coder").instances if instance.state == "READY"] == ["n1"]
         assert pieces == whole(cluster, tmp_path / "open")
         assert len(pieces) > AT
+
+
+@pytest.mark.parametrize(("settled_s", "moves"), [("30", 1), pytest.param("0", 2, marks=pytest.mark.slow)])
+def test_who_has_moved_is_left_alone_for_a_while(
+    models: Path, store: Store, tmp_path: Path, settled_s: str, moves: int
+) -> None:
+    """Two functions would each start soonest where the same call runs: for the first it moves to the other node, for
+    the second, whose weights are there, it would move back at once. That one starts where there is room, although its
+    weights come from a slow store; 30 s is what nobody has to set."""
+    url = f"http://127.0.0.1:{store.server_port}"
+    function = digests(tmp_path / "code")
+    with Cluster(tmp_path, nodes=2, env={**ONE_EACH, "SLLM_SETTLED": settled_s}) as cluster:
+        store.rate = FAST
+        wish(cluster, "n2", "cordon")
+        deploy(cluster, "gated_coder::fn", name="coder", model=f"{url}/a", keep_alive=0, max_instances=2)
+        wait_cold(cluster, "coder")
+        store.rate = SLOW
+        deploy(cluster, function, name="second", model=f"{url}/d", keep_alive=0)
+        wait_cold(cluster, "second")
+        wish(cluster, "n1", "cordon")
+        wish(cluster, "n2", "uncordon")
+        deploy(cluster, function, name="first", model=f"{url}/c", keep_alive=0)
+        wait_cold(cluster, "first")
+
+        def both_are_called() -> None:
+            wish(cluster, "n1", "uncordon")
+            for name, model, count in (("first", "c", 1), ("second", "d", moves)):
+                with Stream(cluster, name) as stream:
+                    assert list(stream.values()) == [(models / f"{model}.digest").read_text()]
+                assert moved(cluster) == count
+                wait_cold(cluster, name)
+
+        pieces = read_while(cluster, tmp_path / "gate", both_are_called)
+        assert starts(cluster, "first") == [("n2", "remote"), ("n2", "dram")]
+        assert starts(cluster, "second") == [("n1", "remote"), ("n1", "dram") if moves == 2 else ("n2", "remote")]
+        assert counted(cluster, "resumed") == 0
+        assert pieces == whole(cluster, tmp_path / "open")
 
 
 def test_what_is_started_has_a_copy_on_the_other_nodes_disk_too(models: Path, store: Store, tmp_path: Path) -> None:

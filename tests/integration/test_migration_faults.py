@@ -118,10 +118,12 @@ def of(table: Iterable[tuple[str, str, T]], step: str, victim: str) -> T | None:
 
 
 @pytest.mark.parametrize(("step", "victim"), DIES)
-def test_dies(flow: Flow, step: str, victim: str) -> None:
+def test_dies(flow: Flow, step: str, victim: str, record_property: Callable[[str, object], None]) -> None:
+    """How long its caller waits is no matter of right or wrong here; ``--junitxml`` tells it for docs/migration.md."""
     with flow.move(step, first=early(step, victim)) as met:
         kill(VICTIMS[victim](flow, met))
         assert flow.rest(met) == met.right
+    record_property("longest_gap_s", f"{met.longest_gap_s:.3f}")
     assert met.stream.broken is (victim == "gateway")
     ways, migration = of(WAYS, step, victim), of(MIGRATIONS, step, victim)
     way = flow.way(met)
@@ -156,7 +158,8 @@ def test_is_silent(flow: Flow, step: str, victim: str) -> None:
         pid = VICTIMS[victim](flow, met)
         stack.enter_context(suspended(pid))
         if victim == "gateway":
-            assert flow.read_on(met) == met.right
+            flow.read_on(met)
+            assert met.seen == met.right
             return
         met.hold.close()
         suspend(pid)  # it may be the one that held the move
