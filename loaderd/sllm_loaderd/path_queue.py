@@ -7,6 +7,7 @@ import heapq
 import itertools
 import logging
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,10 +37,24 @@ class Bandwidth:
         self._horizon = horizon
         self._bytes = 0.0
         self._seconds = 0.0
+        self._probes: dict[int, tuple[int, float]] | None = {}
+        """What each of the reads that come before the first load gave; None once there was a load."""
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """``nbytes`` came while the path was busy for ``seconds``."""
+        """``nbytes`` of a load came while the path was busy for ``seconds``."""
+        self._probes = None
         self._bytes, self._seconds = self._with(nbytes, seconds)
+
+    def probed(self, turn: int, nbytes: int, seconds: float) -> None:
+        """As much of the read that is the ``turn``-th of a probe. Each of them counts with the median of all: one that
+        a machine held up for a second, while its node began, says nothing of the others."""
+        if self._probes is None:
+            self.add(nbytes, seconds)
+            return
+        before = self._probes.get(turn, (0, 0.0))
+        self._probes[turn] = (before[0] + nbytes, before[1] + seconds)
+        self._bytes = float(sum(came for came, _ in self._probes.values()))
+        self._seconds = self._bytes / statistics.median(came / took for came, took in self._probes.values())
 
     @property
     def value(self) -> float:
@@ -256,8 +271,12 @@ class PathQueue:
         if task.mode == CACHED:  # what else runs takes its time as it would without
             self._measured_at = self._measured_at if self._reading else now
             return
-        if error is None and now > self._measured_at:
-            self.bandwidth.add(task.nbytes, now - self._measured_at)
+        seconds = now - self._measured_at
+        if error is None and seconds > 0:
+            if task.probe is None:
+                self.bandwidth.add(task.nbytes, seconds)
+            else:
+                self.bandwidth.probed(task.probe, task.nbytes, seconds)
         self._measured_at = now
         self._mode = task.mode or self._mode
 

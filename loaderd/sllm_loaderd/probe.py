@@ -51,10 +51,16 @@ class ProbeRead(Task):
     """``nbytes`` of ``file`` into memory that nobody looks at."""
 
     def __init__(
-        self, number: int, file: Path, nbytes: int, memory: Piece, done: Callable[[Task, SllmError | None], None]
+        self,
+        number: int,
+        file: Path,
+        nbytes: int,
+        memory: Piece,
+        turn: int,
+        done: Callable[[Task, SllmError | None], None],
     ) -> None:
         super().__init__(number, nbytes, (DISK,), done)
-        self._file, self._memory = file, memory
+        self._file, self._memory, self.probe = file, memory, turn
 
     def run(self, path: str) -> None:
         """Raises ``Unavailable`` where the file cannot be read direct; then the disk counts as never measured."""
@@ -103,7 +109,7 @@ def probe(
             on_end()
 
     numbers = ((turn * pieces + number) % there for number in range(pieces))
-    reads = [ProbeRead(number, file, _PIECE, piece, ended) for number, piece in zip(numbers, memory, strict=True)]
+    reads = [ProbeRead(number, file, _PIECE, piece, turn, ended) for number, piece in zip(numbers, memory, strict=True)]
     paths.put(reads, len(PRIORITIES) - 1)
     return reads
 

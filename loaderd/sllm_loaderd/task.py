@@ -43,7 +43,7 @@ class Task(ABC):
     """``nbytes`` of chunk ``number`` over one of ``paths`` (preferred first).
 
     ``done(task, error)`` is called once a run, in the thread of the path. ``path``, ``priority`` and ``order`` are set
-    by the queues. ``mode`` is how a read was done.
+    by the queues. ``mode`` is how a read was done. ``probe``: of which turn of a path's probe it is, if of one.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Task(ABC):
         self.done = done
         self.path = ""
         self.mode = ""
+        self.probe: int | None = None
         self.priority = 0
         self.order: Order = (0, 0)
         self.state = TaskState.NEW

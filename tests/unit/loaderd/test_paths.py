@@ -375,6 +375,38 @@ def test_bandwidth_is_bytes_over_busy_seconds_and_forgets() -> None:
     assert measured.value == pytest.approx(500, rel=0.01)
 
 
+def test_a_probe_is_worth_the_median_of_its_reads_until_there_is_a_load() -> None:
+    measured = Bandwidth(horizon=100.0)
+    for turn, seconds in enumerate((0.1, 2.5, 0.1, 0.11, 0.09)):  # the second one waited for something else
+        for _ in range(4):
+            measured.probed(turn, 25, seconds / 4)
+    assert measured.value == pytest.approx(1000)
+    measured.add(500, 1.0)
+    assert measured.value == pytest.approx(1000 / 1.5, rel=0.02), "its bytes count as well, at that speed"
+    measured.probed(5, 500, 1.0)
+    assert measured.value == pytest.approx(1500 / 2.5, rel=0.02), "now all that comes is of this moment"
+
+
+def test_one_read_of_a_probe_that_was_held_up_makes_no_path_slow() -> None:
+    now, ended = 0.0, queue.Queue[int]()
+
+    class Read(Task):
+        def run(self, path: str) -> None:
+            nonlocal now
+            now += 9.0 if self.probe == 1 else 1.0
+
+    path = PathQueue("a", 1, lambda: now)
+    try:
+        for turn in range(3):
+            task = Read(turn, SIZE, ("a",), lambda task, error: ended.put(task.number))
+            task.probe = turn
+            path.put([task])
+            assert ended.get(timeout=WAIT) == turn
+        assert path.bandwidth.value == pytest.approx(SIZE)
+    finally:
+        path.close()
+
+
 class Nothing(Task):
     """A task that is only weighed."""
 
