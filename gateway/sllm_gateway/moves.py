@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from sllm_gateway.binding import Binding
@@ -24,7 +25,7 @@ from sllm_gateway.table import Version
 from sllm_gateway.under_way import Next, UnderWay, going, together
 from sllm_runtime.platform import trace
 from sllm_runtime.platform.owned import Tasks
-from sllm_runtime.protocol.errors import Draining, InstanceLost, NotDeterministic, SllmError
+from sllm_runtime.protocol.errors import Cancelled, Draining, InstanceLost, NotDeterministic, SllmError
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.frames import Ack, Beat, Cancel, Frame, Open, Resend, Segment
 from sllm_runtime.protocol.records import RouteEntry
@@ -158,7 +159,7 @@ class Moves:
         binding = move.binding
         try:
             with trace.within(call.order.traceparent):
-                opened = await self._link.open(binding.node, request)
+                opened = await self._link.open(binding.node, request, partial(self._still, call, move))
         except SllmError as error:
             move.opened(False, self._clock())
             if not binding.accepted and call.move is move:
@@ -175,6 +176,12 @@ class Moves:
             self._link.send_all(binding.node, binding.body(self._clock()))
         if move.switched and call.move is move:  # it died before this answer was here
             self._let_draw(move)
+
+    @staticmethod
+    async def _still(call: Call, move: Move) -> None:
+        """As ``Handover._still``: its cancellation may have been sent to nobody."""
+        if call.move is not move and call.binding is not move.binding:
+            raise Cancelled("it has ended, or stays, while there was no connection to ask over")
 
     def _accept(self, call: Call, binding: Binding) -> None:
         if not binding.accepted:

@@ -36,6 +36,10 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         return asyncio.get_running_loop()
 
     @staticmethod
+    def _lives(owner: asyncio.AbstractEventLoop) -> bool:
+        return owner.is_running()
+
+    @staticmethod
     def _gate() -> asyncio.Semaphore:
         return asyncio.Semaphore(ABREAST)
 

@@ -40,6 +40,10 @@ class Client(Connection[httpx.Client]):
         return os.getpid()
 
     @staticmethod
+    def _lives(owner: int) -> bool:
+        return owner == os.getpid()
+
+    @staticmethod
     def _gate() -> threading.Semaphore:
         return threading.Semaphore(ABREAST)
 

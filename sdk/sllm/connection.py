@@ -59,10 +59,9 @@ class Connection(Generic[Pool]):
         options = transport.options(self.profile, timeout)
         ways = transport.proxies() if options["trust_env"] else {}
         self._anew: Callable[[], Own[Pool]] = lambda: Own(self._pool(options, ways), self._gate(), self._gate())
-        self._owner: object = None
-        """Whose connections these are; None: nobody has used them."""
         try:
-            self._made: Own[Pool] = self._anew()
+            self._made: dict[object, Own[Pool]] = {None: self._anew()}
+            """By whose they are; None: nobody has used them."""
         except (ImportError, ValueError, httpx.InvalidURL) as error:  # of SOCKS, of no scheme that is known, no address
             raise InvalidRequest(
                 f"the proxy that the environment names (ALL_PROXY, HTTP_PROXY or HTTPS_PROXY) cannot be used: {error}"
@@ -80,18 +79,28 @@ class Connection(Generic[Pool]):
 
     @staticmethod
     @abstractmethod
+    def _lives(owner: Any) -> bool:
+        """Whether one that ``_whose`` named can use its connections still."""
+
+    @staticmethod
+    @abstractmethod
     def _gate() -> Any:
         """A semaphore of ABREAST."""
 
     def _own(self) -> Own[Pool]:
-        """Of who asks. Connections of another process (this one was forked), or of an event loop of before, are left
-        alone: whoever shares a connection reads another's answers, and a loop that has ended reads nothing."""
+        """Of who asks. Connections of another process (this one was forked), or of another event loop, are left alone:
+        whoever shares a connection reads another's answers, and a loop reads for itself alone. Several loops, each in a
+        thread of its own, may come here at once."""
         owner = self._whose()
-        if self._owner is None:
-            self._owner = owner
-        elif self._owner != owner and not self._made.pool.is_closed:
-            self._owner, self._made = owner, self._anew()
-        return self._made
+        if owner in self._made:
+            return self._made[owner]
+        for other, own in self._made.copy().items():
+            if own.pool.is_closed:  # and so is this client for all who have not used it yet
+                return own
+            if other is not None and not self._lives(other):
+                self._made.pop(other, None)
+        unused = self._made.pop(None, None)
+        return self._made.setdefault(owner, unused or self._anew())
 
     @property
     def _http(self) -> Pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, Unpack, overload
 
@@ -150,6 +151,18 @@ class ModelFunction(Generic[P, Q, R_co]):
             return deploy(self, client, observe or ignore)
         with Client() as own:
             return deploy(self, own, observe or ignore)
+
+
+def _reduced(function: ModelFunction[Any, Any, Any]) -> str | tuple[Any, ...]:
+    """To ``multiprocessing`` it goes by its name, as the function does that is behind it; where something else has that
+    name, by what is in it. (To cloudpickle always so: where that brings it nothing may have that name.)"""
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return function.__qualname__ if found is function else function.__reduce_ex__(2)
+
+
+ForkingPickler.register(ModelFunction, _reduced)
 
 
 class Decorator(Protocol):

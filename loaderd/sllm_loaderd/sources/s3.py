@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from sllm_loaderd.files import gguf_parts
 from sllm_loaderd.sources import MAX_ENTRIES, Entry
+from sllm_loaderd.sources.attempts import TryAgain
 from sllm_loaderd.sources.listing import fingerprint, wanted
 from sllm_loaderd.sources.remote import RENEWED_S, Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
@@ -64,7 +65,7 @@ class S3Source:
                     if is_plain_name(name) and (wanted(name) if self._parts is None else name in self._parts):
                         found.append(Entry(name, item["Size"], item["ETag"].strip('"')))
         except Exception as error:
-            raise self._error(error) from error
+            raise _typed(self.uri, error) from error
         if not found:
             raise ModelNotFound(f"{self.uri} holds no model files; check bucket and prefix", field="model")
         return sorted(found, key=lambda entry: entry.name)
@@ -83,42 +84,45 @@ class S3Source:
         with self._lock:
             if self._access is None:
                 try:
-                    self._access = _Access(self._bucket, self._prefix, self.path)
+                    self._access = _Access(self._bucket, self._prefix, self.uri)
                 except Exception as error:
-                    raise self._error(error) from error
+                    raise _typed(self.uri, error) from error
             return self._access
 
-    def _error(self, error: Exception) -> SllmError:
-        """botocore's errors (any class of a dozen) as ours."""
-        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-        if isinstance(error, SllmError):
-            return error
-        if isinstance(error, NoCredentialsError):
-            return Forbidden(f"{self.uri}: no credentials were found; {_REMEDY}", field="model")
-        if isinstance(error, ClientError):
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status in (401, 403):
-                return Forbidden(f"{self.uri} is refused ({status}): {error}; {_REMEDY}", field="model")
-            if status == 404:
-                return ModelNotFound(f"{self.uri} is not there: {error}", field="model")
-            return Unavailable(f"{self.uri}: the object store answered {status}: {error}")
-        if isinstance(error, (BotoCoreError, OSError)):
-            return Unavailable(f"{self.uri} cannot be reached: {error}; check endpoint and credentials")
-        raise error
+def _typed(uri: str, error: Exception) -> SllmError:
+    """botocore's errors (any class of a dozen) as ours. Raises what is none of them."""
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+    if isinstance(error, SllmError):
+        return error
+    if isinstance(error, NoCredentialsError):
+        return Forbidden(f"{uri}: no credentials were found; {_REMEDY}", field="model")
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if status in (401, 403):
+            return Forbidden(f"{uri} is refused ({status}): {error}; {_REMEDY}", field="model")
+        if status == 404:
+            return ModelNotFound(f"{uri} is not there: {error}", field="model")
+        return Unavailable(f"{uri}: the object store answered {status}: {error}")
+    if isinstance(error, (BotoCoreError, OSError)):
+        return Unavailable(f"{uri} cannot be reached: {error}; check endpoint and credentials")
+    raise error
 
 
 class _Access:
     """What botocore resolved: client, address of the prefix, region and credentials to sign with."""
 
-    def __init__(self, bucket: str, prefix: str, path: str) -> None:
+    def __init__(self, bucket: str, prefix: str, uri: str) -> None:
         import boto3
         from botocore.config import Config
 
         session = boto3.Session()
         config = Config(connect_timeout=10, read_timeout=60, retries={"max_attempts": 4}, signature_version="s3v4")
         self.client: Any = session.client("s3", config=config)
-        self._credentials = session.get_credentials()
+        self._uri, self._credentials = uri, session.get_credentials()
+        self._signed: Any = None
+        """The keys that were signed with last."""
         # The one public way to botocore's endpoint rules: region redirects, addressing style, access points.
         url = self.client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": f"{prefix}-"})
         address, _, query = url.partition("?")
@@ -126,7 +130,7 @@ class _Access:
         self._region = scope["region"] if scope else self.client.meta.region_name
         self.base = address.removesuffix("-")
         self._lock, self._renewed = threading.Lock(), -math.inf
-        self.remote = Remote(path, self._sign, remedy=_REMEDY, renew=self._renew)
+        self.remote = Remote(path_of(uri), self._sign, remedy=_REMEDY, renew=self._renew)
 
     def _renew(self) -> bool:
         """As ``Remote`` asks for it: keys in files are replaced while this runs, and botocore reads these once."""
@@ -139,15 +143,23 @@ class _Access:
             # A file that is just being written; a role that is refused, too.
             with contextlib.suppress(BotoCoreError, ClientError, OSError):
                 found = boto3.Session().get_credentials()
-                if found is not None and found.get_frozen_credentials() != self._credentials.get_frozen_credentials():
+                if found is not None and found.get_frozen_credentials() != self._signed:
                     self._credentials, self._renewed = found, time.monotonic()
             return time.monotonic() - self._renewed < RENEWED_S
 
     def _sign(self, method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
-        """Signature version 4. Frozen credentials are renewed by botocore when they expire."""
+        """Signature version 4. Frozen credentials are renewed by botocore when they expire: where it gets no others (a
+        role that is refused by now, a login that is over), that is as if these had been refused."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
 
+        try:
+            self._signed = keys = self._credentials.get_frozen_credentials()
+        except Exception as error:
+            refused = _typed(self._uri, error)
+            if self._renew() or isinstance(refused, Unavailable):
+                raise TryAgain(refused) from error
+            raise refused from error
         request = AWSRequest(method, url, headers=dict(headers))
-        S3SigV4Auth(self._credentials.get_frozen_credentials(), "s3", self._region).add_auth(request)
+        S3SigV4Auth(keys, "s3", self._region).add_auth(request)
         return dict(request.headers.items())

@@ -225,7 +225,8 @@ def _require_own(data: Path) -> None:
     who asks for one is told."""
     for pattern in ("logs/", "nats/", "nats/*/", "nodes/", "nodes/*/", "nodes/*/*/", "pool/"):
         for path in sorted(data.glob(pattern)):
-            ours = is_token(path.name)  # a disk that is mounted there has a `lost+found`, a filer's a `.snapshot`
+            # A disk that is mounted there has a `lost+found`, a filer's a `.snapshot` with more in it.
+            ours = all(map(is_token, path.relative_to(data).parts))
             if ours and path.is_dir() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                 raise InvalidRequest(
                     f"{path} belongs to user {path.stat().st_uid} and user {os.getuid()} cannot use it: this platform"

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
 
+from sllm_gateway import link, moves, queue, tempo
 from sllm_gateway import move as moving
-from sllm_gateway import moves, queue, tempo
 from sllm_gateway.binding import Binding
 from sllm_gateway.call import Call
 from sllm_gateway.link import Link
@@ -1413,6 +1413,38 @@ async def test_ids_that_are_lost_are_told_again_once_nats_is_back(nats: Nats, mo
         await until(lambda: fed(second) == 12)
         s.pace["i1"] = TOTAL
         assert values((await call).text) == list(range(TOTAL))
+
+
+async def test_a_destination_is_asked_for_none_that_has_ended_while_nats_was_away(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cancellation was sent to nobody: it would begin the call, and have a slot less until that is a stray."""
+    away, looked, over = False, asyncio.Event(), asyncio.Event()
+    stands, ask = link._Way.stands, Link.open
+
+    def seen(self: link._Way, now: float) -> bool:
+        if away:
+            looked.set()
+        return not away and stands(self, now)
+
+    async def noted(self: Link, node: str, request: Open, *before: Any) -> Opened:
+        try:
+            return await ask(self, node, request, *before)
+        finally:
+            if request.head.instance == "i2":
+                over.set()
+
+    monkeypatch.setattr(link._Way, "stands", seen)
+    monkeypatch.setattr(Link, "open", noted)
+    async with scene(nats) as s, s.reading() as call, asyncio.timeout(GIVE_UP_S):
+        away = True
+        await s.deploy(moves=True)
+        await looked.wait()
+        s.pace["i1"] = TOTAL
+        assert values((await call).text) == list(range(TOTAL))
+        away = False
+        await over.wait()
+        assert [request.head.instance for request in s.w.node.opened] == ["i1"]
 
 
 @pytest.mark.parametrize("answer", ["busy", "gone"])

@@ -165,7 +165,10 @@ def test_what_is_another_users_in_the_data_directory_is_named(tmp_path: Path, in
     assert "chown" in error["message"]
 
 
-@pytest.mark.parametrize("inner", ["nats/lost+found", "nodes/lost+found", "nodes/n1/lost+found", "nats/.snapshot"])
+@pytest.mark.parametrize(
+    "inner",
+    ["nats/lost+found", "nodes/lost+found", "nodes/n1/lost+found", "nats/.snapshot", "nodes/.snapshot/daily"],
+)
 def test_what_is_not_the_platforms_there_is_nobodys_matter(tmp_path: Path, inner: str) -> None:
     """Of a disk that is mounted there: root's, and no business of ours."""
     (tmp_path / inner).mkdir(parents=True)

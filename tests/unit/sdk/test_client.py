@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, aclosing, closing, suppress
+from contextlib import AsyncExitStack, aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
@@ -425,7 +425,7 @@ async def test_one_bound_is_for_all_gateways(kind: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr("sllm.async_client.time", SimpleNamespace(monotonic=lambda: now))
     client = kind(profile=Profile("http://a:1", others=("http://b:1", "http://c:1")))
     pool = (httpx.Client if kind is Client else httpx.AsyncClient)(transport=httpx.MockTransport(lost))
-    client._made = replace(client._made, pool=pool)
+    client._made = {None: replace(client._made[None], pool=pool)}
 
     async def asked() -> None:
         await client.request("POST", f"/v1/calls/{CALL}/cancel", within_s=1.5)
@@ -859,10 +859,9 @@ def test_who_was_lost_first_is_asked_again_once_the_next_says_nothing(
     assert len(other.asked) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12: this one has threads
-def test_a_client_that_was_made_before_a_fork_reads_no_answers_of_its_parent() -> None:
-    """As under gunicorn with --preload, in multiprocessing and Celery: on one connection each reads what the other one
-    has asked for."""
+@contextmanager
+def echoing() -> Iterator[tuple[str, list[int]]]:
+    """The URL of a server that answers what it is sent, and the client's port of each connection by which it was."""
     came: list[int] = []
 
     class Counted(BaseHTTPRequestHandler):
@@ -884,23 +883,56 @@ def test_a_client_that_was_made_before_a_fork_reads_no_answers_of_its_parent() -
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:
-            with Client(f"http://127.0.0.1:{server.server_port}", TOKEN) as client:
-                assert client.call("echo", {"who": "parent"}) == {"who": "parent"}
-                child = os.fork()
-                if child == 0:
-                    said = None
-                    try:
-                        said = client.call("echo", {"who": "child"})
-                    finally:  # also where it fails: this process has no thread that serves, and would wait for its end
-                        os._exit(0 if said == {"who": "child"} else 1)
-                assert os.waitpid(child, 0)[1] == 0
-                assert client.call("echo", {"who": "again"}) == {"who": "again"}
+            yield f"http://127.0.0.1:{server.server_port}", came
         finally:
             server.shutdown()
             serving.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12: this one has threads
+def test_a_client_that_was_made_before_a_fork_reads_no_answers_of_its_parent() -> None:
+    """As under gunicorn with --preload, in multiprocessing and Celery: on one connection each reads what the other one
+    has asked for."""
+    with echoing() as (url, came), Client(url, TOKEN) as client:
+        assert client.call("echo", {"who": "parent"}) == {"who": "parent"}
+        child = os.fork()
+        if child == 0:
+            said = None
+            try:
+                said = client.call("echo", {"who": "child"})
+            finally:  # also where it fails: this process has no thread that serves, and would wait for its end
+                os._exit(0 if said == {"who": "child"} else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert client.call("echo", {"who": "again"}) == {"who": "again"}
     parents, childs, again = came
     assert parents == again, "it keeps its own connection"
     assert childs != parents
+
+
+def test_loops_that_share_an_asyncio_client_at_once_have_connections_of_their_own() -> None:
+    """As of a client of a whole module where each thread has a loop (``async_to_sync``): each keeps its own, whoever
+    asked last."""
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    threads = [threading.Thread(target=loop.run_forever) for loop in loops]
+    for thread in threads:
+        thread.start()
+    with echoing() as (url, came):
+        client = AsyncClient(url, TOKEN)
+        try:
+            for turn in range(3):
+                for loop in loops:
+                    asked = client.call("echo", {"turn": turn})
+                    assert asyncio.run_coroutine_threadsafe(asked, loop).result(GIVE_UP_S) == {"turn": turn}
+        finally:
+            for loop, thread in zip(loops, threads, strict=True):
+                asyncio.run_coroutine_threadsafe(client.close(), loop).result(GIVE_UP_S)
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join()
+                loop.close()
+    assert came == came[:2] * 3
+    assert len({*came}) == 2
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(client.call("echo", {}))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody can close what a loop has left

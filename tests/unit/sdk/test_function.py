@@ -198,3 +198,40 @@ def test_types_are_kept(tmp_path: Path) -> None:
     wrong = [int(line.split(":")[1]) for line in found.splitlines() if ": error:" in line]
     first = TYPED.count("\n") + 2
     assert wrong == [first, first + 1, first + 2, first + 3], found
+
+
+POOLED = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from sllm import model_function
+
+@model_function
+def double(n: int) -> int:
+    return 2 * n
+
+@model_function
+class Halves:
+    def __call__(self, n: int) -> int:
+        return n // 2
+
+def plain(n: int) -> int:
+    return n + 1
+
+under_another_name = model_function(plain)
+
+def made(target, n):
+    return target()(n)
+
+if __name__ == "__main__":
+    for how in multiprocessing.get_all_start_methods():
+        with ProcessPoolExecutor(1, multiprocessing.get_context(how)) as pool:
+            said = [pool.submit(double, 4), pool.submit(made, Halves, 4), pool.submit(under_another_name, 4)]
+            assert [each.result() for each in said] == [8, 2, 5], how
+"""
+
+
+def test_other_processes_of_a_program_run_it_as_they_run_any_function(tmp_path: Path) -> None:
+    """The name that pickle finds it by is that of what stands over it."""
+    (tmp_path / "program.py").write_text(POOLED)
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
