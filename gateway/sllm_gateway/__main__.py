@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import sys
+from collections.abc import AsyncIterator
 
 from prometheus_client import disable_created_metrics
 
-from sllm_gateway.app import running
+from sllm_gateway.app import Gateway, running
 from sllm_gateway.server import listen, make_server
 from sllm_gateway.settings import GatewaySettings
 from sllm_runtime.platform.bus import Bus
@@ -25,7 +27,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Serve until ``stop`` is set, then drain."""
     settings.token()  # a wrong address or token is said before anything is started
     tasks = Tasks("daemon", on_failure=lambda _: stop.set())
-    with contextlib.closing(listen(settings)) as listener:
+    with contextlib.ExitStack() as listening:
+        listener = listening.enter_context(contextlib.closing(listen(settings)))
+        told = settings.metrics_port
+        teller = None if told is None else listening.enter_context(contextlib.closing(listen(settings, told)))
         name = f"sllm-gateway {settings.gateway}"
         bus = await Bus.connect(settings, settings.gateway, name=name, kind="gateway")
         try:
@@ -34,12 +39,29 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 serving = tasks.start(server.serve([listener]), "http")
                 host, port = listener.getsockname()[:2]
                 log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-                ready()
-                await stop.wait()
-                await server.finish(serving, gateway.drain())
+                async with _telling(gateway, settings, teller, tasks):
+                    ready()
+                    await stop.wait()
+                    await server.finish(serving, gateway.drain())
         finally:
             await tasks.close()
             await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def _telling(
+    gateway: Gateway, settings: GatewaySettings, listener: socket.socket | None, tasks: Tasks
+) -> AsyncIterator[None]:
+    """Probes and metrics are answered on ``listener`` inside: no caller comes there, so it is open while calls end."""
+    if listener is None:
+        yield
+        return
+    server = make_server(gateway.telling, settings)
+    serving = tasks.start(server.serve([listener]), "metrics")
+    try:
+        yield
+    finally:
+        await server.finish(serving, asyncio.sleep(0))
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from sllm_gateway.controller import Controller
 from sllm_gateway.detached import Detached
 from sllm_gateway.events import EventWriter
 from sllm_gateway.front import Front
+from sllm_gateway.headroom import Headroom
 from sllm_gateway.hearsay import Hearsay
 from sllm_gateway.journal import Journal
 from sllm_gateway.keeping import Keeping
@@ -175,16 +176,20 @@ class Gateway:
             lambda: self._leader.leads,
             lambda: not self.problem(),
         )
+        self._headroom = Headroom(bus, settings, lambda: self._starts.storage(clock()), clock)
+        self.metrics.read(self._headroom)
         self._statuses: Subscription | None = None
         self._watch: Watch | None = None
-        routes = [*self._call_routes(caller, wall), *self._api_routes(bus, controller, writer, journal, clock)]
-        self._front = Front(
-            Router(routes=routes, redirect_slashes=False),
-            Auth(settings.token(), settings.token_file, settings.token),
-            self.metrics,
-            Bodies(settings.all_bodies()),
-            random,
-        )
+        self._drains = False
+        auth, bodies = Auth(settings.token(), settings.token_file, settings.token), Bodies(settings.all_bodies())
+
+        def front(routes: list[BaseRoute]) -> Front:
+            return Front(Router(routes=routes, redirect_slashes=False), auth, self.metrics, bodies, random)
+
+        api = self._api_routes(bus, controller, writer, journal, clock)
+        self._front = front([*self._call_routes(caller, wall), *self._told_routes(), *api])
+        self.telling = front(self._told_routes())
+        """What of it is for probes and Prometheus, alone."""
 
     def _call_routes(self, caller: Caller, wall: Callable[[], float]) -> list[BaseRoute]:
         function, models = FunctionRoute(caller), Models(self.table, self._lookup)
@@ -196,9 +201,13 @@ class Gateway:
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{model}", models, methods=["GET"]),
             *self._kept.routes(),
+        ]
+
+    def _told_routes(self) -> list[BaseRoute]:
+        return [
             Route("/livez", Live(), methods=["GET"]),
             Route("/readyz", Ready(self.problem), methods=["GET"]),
-            Route("/metrics", MetricsRoute(self.metrics), methods=["GET"]),
+            Route("/metrics", MetricsRoute(self.metrics, self._headroom), methods=["GET"]),
         ]
 
     def _api_routes(
@@ -255,6 +264,8 @@ class Gateway:
 
     def problem(self) -> str:
         """Why this gateway is not ready; empty if it is. On a full disk ready functions are called all the same."""
+        if self._drains:
+            return f"it stops: {len(self.calls)} call(s) have not ended"
         if not self._bus.connected:
             return "NATS is not connected"
         if self._watch is None or not self._watch.synced.is_set():
@@ -280,6 +291,7 @@ class Gateway:
         """No new call; running ones may end within ``drain`` seconds. Then another gateway, or the next life of this
         one, goes on with those that can. Their callers are sent there once this life is over: before, they would be
         told that there is no such call, as of any gateway that still beats."""
+        self._drains = True
         self._announcer.tell(Kind.GATEWAY_STOPPING, f"{len(self.calls)} call(s) have {self.settings.drain:g} s to end")
         await self.calls.drain(self.settings.drain)
         streams = self._ledger.hand_on()

@@ -20,6 +20,8 @@ JSON: Final = (b"content-type", b"application/json")
 
 SHARE = "sllm.share"
 """Where a request's scope has its ``Share`` of what all bodies take."""
+STATE = "sllm.tracestate"
+"""Where it has the ``tracestate`` that goes on beside its trace."""
 PIECE = 64 * 1024
 """Largest write: a slow client is noticed by the write that does not end, so writes must be small."""
 _CODINGS: Final = frozenset((b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress"))
@@ -35,6 +37,11 @@ def header(scope: Scope, name: bytes) -> bytes | None:
             found: bytes = value
             return found
     return None
+
+
+def joined(scope: Scope, name: bytes) -> bytes:
+    """All headers of that (lower-case) name, as one."""
+    return b",".join(value for key, value in scope["headers"] if key == name)
 
 
 def declared_length(scope: Scope) -> int | None:

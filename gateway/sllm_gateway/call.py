@@ -35,6 +35,7 @@ class Order:
     accepted: float
     traceparent: str = ""
     created: float = 0.0
+    tracestate: str = ""
 
 
 @dataclass(frozen=True)
@@ -346,5 +347,6 @@ class Call:
             held=binding.held,
             credit=binding.inbox.window,
             traceparent=self.order.traceparent,
+            tracestate=self.order.tracestate,
             created=self.order.created,
         )

@@ -231,7 +231,8 @@ class Detached:
         )
         # Its time counts anew: no clock of another life is known.
         now = self._clock()
-        order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, asked.traceparent, asked.created)
+        traced = asked.traceparent, asked.created, asked.tracestate
+        order = Order(asked.call, version, asked.kind, True, body, asked.seed, now, *traced)
         with trace.within(asked.traceparent):
             call = self._calls.admit(order, earlier)
             if earlier.resumption is not None:

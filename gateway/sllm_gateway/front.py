@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 
 from sllm_gateway import errors
-from sllm_gateway.asgi import SHARE, Message, Receive, Scope, Send, answer, header, refuse_body
+from sllm_gateway.asgi import SHARE, STATE, Message, Receive, Scope, Send, answer, joined, refuse_body
 from sllm_gateway.auth import Auth
 from sllm_gateway.bodies import Bodies, Share
 from sllm_gateway.calls import STOPPED
@@ -55,8 +55,9 @@ class Front:
         if scope["type"] != "http":
             await self._refuse_other(scope, receive, send)
             return
-        said = (header(scope, trace.HEADER.encode()) or b"").decode("latin-1")
-        with trace.within(trace.checked(said) or trace.fresh(self._random)):
+        said = trace.checked(_traced(scope, trace.HEADER))
+        scope[STATE] = trace.state(_traced(scope, trace.STATE)) if said else ""  # of another trace, or of none
+        with trace.within(said or trace.fresh(self._random)):
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,6 +117,10 @@ class _Seen:
         if not self.status:
             self.status = message["status"]
         return self._send(message)
+
+
+def _traced(scope: Scope, name: str) -> str:
+    return joined(scope, name.encode()).decode("latin-1")
 
 
 def _typed(error: HTTPException, scope: Scope, router: Router) -> SllmError:

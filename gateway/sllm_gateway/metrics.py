@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
@@ -34,7 +34,7 @@ class Metrics:
         self._deployed = deployed
         self._functions: OrderedDict[str, set[str]] = OrderedDict()
         """With the codes that were counted of each: to look for its series among all takes the loop milliseconds."""
-        self._present: Collector | None = None
+        self._present: list[Collector] = []
         self._page: asyncio.Future[bytes] | None = None
         """What is being written for who has asked."""
         self._later: list[tuple[Counter, tuple[str, ...], int]] = []
@@ -145,7 +145,11 @@ class Metrics:
     ) -> None:
         """Read queue depths, running calls and their tokens so far, how many gateways and nodes live, whether a
         controller leads and this gateway is ready, when somebody asks for the metrics."""
-        self._present = _Present(depths, running, drawn, gateways, nodes, leads, ready)
+        self.read(_Present(depths, running, drawn, gateways, nodes, leads, ready))
+
+    def read(self, collector: Collector) -> None:
+        """Read this one too, on the loop, when somebody asks for the metrics."""
+        self._present.append(collector)
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -168,10 +172,18 @@ class Metrics:
 
     def _now(self) -> Sequence[Metric]:
         """What is read of the gateway itself, which only the loop may do."""
-        return [*self._present.collect()] if self._present is not None else []
+        return [metric for each in self._present for metric in each.collect()]
 
     def _text(self, now: Sequence[Metric]) -> bytes:
         return generate_latest(self.registry) + generate_latest(_Collected(now))
+
+
+def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+    """What is now, of each ``label``."""
+    found = GaugeMetricFamily(name, documentation, labels=[label])
+    for of, value in values.items():
+        found.add_metric([of], value)
+    return found
 
 
 def _code(error: SllmError) -> str:
@@ -204,14 +216,8 @@ class _Present(Collector):
         self._nodes, self._leads, self._ready = nodes, leads, ready
 
     def collect(self) -> Iterable[Metric]:
-        waiting = GaugeMetricFamily("sllm_queue_depth", "Calls that wait for a slot", labels=["function"])
-        for function, depth in self._depths().items():
-            waiting.add_metric([function], depth)
-        yield waiting
-        drawn = GaugeMetricFamily("sllm_tokens_open", "Completion tokens so far of open calls", labels=["function"])
-        for function, count in self._drawn().items():
-            drawn.add_metric([function], count)
-        yield drawn
+        yield gauge("sllm_queue_depth", "Calls that wait for a slot", "function", self._depths())
+        yield gauge("sllm_tokens_open", "Completion tokens so far of open calls", "function", self._drawn())
         yield GaugeMetricFamily("sllm_calls_open", "Calls between acceptance and end", value=self._running())
         yield GaugeMetricFamily("sllm_gateways", "Gateways that live, this one among them", value=self._gateways())
         yield GaugeMetricFamily("sllm_nodes", "Nodes that report", value=self._nodes())

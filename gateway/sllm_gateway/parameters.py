@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from sllm_runtime.platform.trace import HEADER
+from sllm_runtime.platform import trace
 from sllm_runtime.protocol import http
 from sllm_runtime.protocol.events import KINDS
 from sllm_runtime.protocol.manifest import NAME
@@ -62,10 +62,11 @@ _HEADERS: Final[Mapping[str, tuple[Schema, str]]] = {
         "One execution: sent again with the same body, the same answer",
     ),
     "Prefer": (_TEXT, "`respond-async`: 202 at once, the call goes on without a reader; see `/v1/calls/{call}`"),
-    HEADER: (_TEXT, "W3C trace context"),
+    trace.HEADER: (_TEXT, "W3C trace context"),
+    trace.STATE: (_TEXT, "The same: passed on to the function beside it"),
 }
 READS_ON: Final = ("Last-Event-ID",)
-CALLS: Final = ("Idempotency-Key", "Prefer", HEADER)
+CALLS: Final = ("Idempotency-Key", "Prefer", trace.HEADER, trace.STATE)
 
 
 def of_path(path: str) -> list[Schema]:

@@ -337,22 +337,23 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(settings: GatewaySettings) -> socket.socket:
-    """The listening socket. Raises ``InvalidRequest`` if the address cannot be had."""
+def listen(settings: GatewaySettings, port: int | None = None) -> socket.socket:
+    """The listening socket, of calls or at another ``port``. Raises ``InvalidRequest`` if the address cannot be had."""
+    variable, port = ("SLLM_PORT", settings.port) if port is None else ("SLLM_METRICS_PORT", port)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for level, option, value in _KEEPS_ALIVE:  # of those that it takes as well
             listener.setsockopt(level, option, value)
-        listener.bind((settings.host, settings.port))
+        listener.bind((settings.host, port))
         listener.listen(settings.backlog)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
         nobodys = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        remedy = "SLLM_HOST is to be an address of this machine" if nobodys else "choose another SLLM_PORT"
-        raise InvalidRequest(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {remedy}") from error
+        remedy = "SLLM_HOST is to be an address of this machine" if nobodys else f"choose another {variable}"
+        raise InvalidRequest(f"cannot listen on {settings.host}:{port}: {error.strerror}; {remedy}") from error
     return listener
 
 

@@ -23,6 +23,8 @@ class GatewaySettings(Settings):
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535)
     """0: any free port."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Where ``/livez``, ``/readyz`` and ``/metrics`` are answered too, also while it drains; None: nowhere else."""
     token_file: Path | None = None
     """Holds the bearer token, or several, one a line, while one is replaced; without one only loopback is served."""
     max_body: int = Field(default=limits.MAX_BODY, gt=0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sllm_runtime.protocol import limits
-from sllm_runtime.protocol.node import NodeStatus, Progress
+from sllm_runtime.protocol.node import NodeStatus, Progress, Storage
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.timeline import CONVERT, IMPORT, SANDBOX, SETUP, WEIGHTS
 
@@ -34,11 +34,11 @@ class Starts:
         """The one that has been silent for longest first."""
         self._furthest: dict[Key, Progress] = {}
         self._boots: dict[str, str] = {}
-        self._heard: dict[str, float] = {}
+        self._heard: dict[str, tuple[float, Storage | None]] = {}
 
     def on_status(self, status: NodeStatus, now: float) -> None:
         """Take a report in."""
-        self._heard[status.node] = now
+        self._heard[status.node] = now, status.storage
         before = self._forget(status.node)
         after: dict[Key, Progress] = {}
         for instance in status.instances:
@@ -51,8 +51,15 @@ class Starts:
 
     def nodes(self, now: float) -> int:
         """How many report."""
-        self._heard = {node: at for node, at in self._heard.items() if now - at < limits.LOST_AFTER_S}
-        return len(self._heard)
+        return len(self._reporting(now))
+
+    def storage(self, now: float) -> dict[str, Storage]:
+        """What these say of their disks, those whose loaderd is there."""
+        return {node: said for node, (_, said) in self._reporting(now).items() if said is not None}
+
+    def _reporting(self, now: float) -> dict[str, tuple[float, Storage | None]]:
+        self._heard = {node: each for node, each in self._heard.items() if now - each[0] < limits.LOST_AFTER_S}
+        return self._heard
 
     def restarted(self, status: NodeStatus) -> bool:
         """Whether this report is of another life of its node than the one before: its instances are gone."""

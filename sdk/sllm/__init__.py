@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from sllm.function import ModelFunction, model_function
     from sllm.model import Model
     from sllm.own_secrets import secret
-    from sllm.own_trace import traceparent
+    from sllm.own_trace import traceparent, tracestate
     from sllm.remote import AsyncFunction, Function
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "model_function",
     "secret",
     "traceparent",
+    "tracestate",
 ]
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOME = {
     "model_function": "sllm.function",
     "secret": "sllm.own_secrets",
     "traceparent": "sllm.own_trace",
+    "tracestate": "sllm.own_trace",
 }
 
 

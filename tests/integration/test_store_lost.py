@@ -1,4 +1,4 @@
-"""NATS comes back without what it had stored; nodes and gateways have lived on."""
+"""NATS comes back without what it had stored, or with what it had last week; nodes and gateways have lived on."""
 
 import os
 import shutil
@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.deployed import wait
@@ -20,14 +22,21 @@ def answers(prompt: str) -> str:
 """
 
 
-def test_nodes_obey_the_controller_of_a_store_that_begins_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["begins anew", "is set back"])
+def test_nodes_and_gateways_follow_the_controller_of_a_store_that(tmp_path: Path, how: str) -> None:
     with Cluster(tmp_path) as cluster:
+        store, copy = cluster.data / "nats" / "jetstream", tmp_path / "copy"
+        nats = cluster.pid("nats")
+        os.kill(nats, signal.SIGSTOP)
+        shutil.copytree(store, copy)
+        os.kill(nats, signal.SIGCONT)
         for _ in range(2):  # as it gets in the life of any cluster: each controller has a term of its own
             cluster.wait_restarted("controller", cluster.kill("controller"))
             wait(lambda: cluster.http.get("/readyz").status_code == 200, "a controller leads")
-        nats = cluster.pid("nats")
         os.kill(nats, signal.SIGSTOP)
-        shutil.rmtree(cluster.data / "nats" / "jetstream")
+        shutil.rmtree(store)
+        if how == "is set back":
+            shutil.copytree(copy, store)
         os.kill(nats, signal.SIGKILL)
         cluster.wait_restarted("nats", nats)
         wait(lambda: cluster.http.get("/readyz").status_code == 200, "a controller leads")
@@ -38,3 +47,4 @@ def test_nodes_obey_the_controller_of_a_store_that_begins_anew(tmp_path: Path) -
         done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=2 * GIVE_UP_S)
         assert done.returncode == 0, done.stderr + cluster.logs()
         assert cluster.http.post("/fn/answers", json={"prompt": "so"}).text == '"so!"'
+        assert "sllm_controller_leads 1.0" in cluster.http.get("/metrics").text.splitlines()

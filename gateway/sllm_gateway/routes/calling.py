@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Literal
 
-from sllm_gateway.asgi import Receive, Scope, read_body
+from sllm_gateway.asgi import STATE, Receive, Scope, joined, read_body
 from sllm_gateway.call import Call, Order
 from sllm_gateway.calls import Calls
 from sllm_gateway.keeping import Keeping
@@ -92,6 +92,7 @@ class Caller:
             seed=int.from_bytes(self._random(8)) >> 1,
             accepted=accepted,
             traceparent=trace.current(),
+            tracestate=scope[STATE],
             created=self._wall(),
         )
 
@@ -126,6 +127,7 @@ class Caller:
             durable=durable,
             created=order.created,
             traceparent=order.traceparent,
+            tracestate=order.tracestate,
             model=header.model if header is not None else "",
             streams=order.version.manifest.handler.streams,
         )
@@ -133,8 +135,7 @@ class Caller:
 
 def wants_events(scope: Scope) -> bool:
     """Whether the caller accepts server-sent events: names them in ``Accept``, and not with ``q=0``."""
-    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
-    for kind in accepted.lower().split(b","):
+    for kind in joined(scope, b"accept").lower().split(b","):
         name, *parameters = (word.strip() for word in kind.split(b";"))
         if name == _EVENTS:
             return not any(_NEVER.fullmatch(each) for each in parameters)

@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from sllm_gateway.asgi import JSON, Receive, Scope, Send, answer
+from sllm_gateway.headroom import Headroom
 from sllm_gateway.metrics import Metrics
 
 _TEXT = [(b"content-type", b"text/plain; charset=utf-8")]
@@ -33,8 +34,12 @@ class Ready:
 
 
 class MetricsRoute:
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    """``headroom`` is looked at before it is asked, beside what is counted here."""
+
+    def __init__(self, metrics: Metrics, headroom: Headroom | None = None) -> None:
+        self._metrics, self._headroom = metrics, headroom
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._headroom is not None:
+            await self._headroom.look()
         await answer(send, 200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], await self._metrics.page())

@@ -52,7 +52,7 @@ class Leadership:
         self._store, self._bus = store, bus
         self._lease = Lease(term=store.term, controller=controller)
         self._clock, self._pause = clock, pause
-        self._proved = clock()
+        self._proved = self._asked = clock()
         self._proof = asyncio.Event()
         self._stale = False
         """Whether another one was seen to lead."""
@@ -97,22 +97,27 @@ class Leadership:
         """Renewed every RENEW_S. Raises ``StaleTerm``."""
         while True:
             tell()
-            began = self._clock()
             try:
                 await self._renew()
             except Unavailable as error:
                 log.info("the lease was not renewed: %s", error.message)
             else:
-                self._prove(began)
+                self._prove(self._asked)
             await self._pause(RENEW_S)
 
     async def _renew(self) -> None:
         """Write it; where nothing can be written, reading is proof too. Raises ``StaleTerm``, ``Unavailable``."""
         self._lease = msgspec.structs.replace(self._lease, beat=self._lease.beat + 1)
         try:
-            await self._store.put_once(LEASE_KEY, self._lease)
+            await self._store.put_once(LEASE_KEY, self._lease, self._asks)
         except Unavailable:
+            self._asks()
             await self._store.confirm()
+
+    def _asks(self) -> None:
+        """The question leaves whose answer is proof: what was waited for before it, in vain or not, makes that no
+        older."""
+        self._asked = self._clock()
 
     def _prove(self, began: float) -> None:
         """It was so when the question left."""

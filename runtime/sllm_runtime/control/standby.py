@@ -9,6 +9,7 @@ from typing import Final
 
 from sllm_runtime.platform.clock import since_boot
 from sllm_runtime.platform.state import StateStore
+from sllm_runtime.platform.telemetry import Once
 from sllm_runtime.protocol.errors import StaleTerm, Unavailable
 from sllm_runtime.protocol.records import Lease, Term
 from sllm_runtime.protocol.subjects import LEASE_KEY, TERM_KEY
@@ -64,7 +65,7 @@ async def stand_by(
 ) -> int:
     """Wait until nobody leads, then be elected; the new term. Ends only so, or cancelled. Calls ``waiting`` each time
     that it has seen another one lead."""
-    silence = Silence()
+    silence, unseen = Silence(), Once(log)
     while True:
         try:
             term = await store.get(TERM_KEY, Term, direct=False)
@@ -72,10 +73,11 @@ async def stand_by(
             if vacant(term, lease, silence.look(term, lease, clock()), controller):
                 return await store.elect(controller, over=term.term if term is not None else 0, least=least())
             waiting()
+            unseen.over()
         except StaleTerm as error:
             log.info("%s", error.message)
             silence.blind()
         except Unavailable as error:
-            log.info("cannot see who leads: %s", error.message)
+            unseen.say(logging.INFO, f"cannot see who leads: {error.message}")
             silence.blind()
         await pause(POLL_S)

@@ -112,6 +112,11 @@ class Bus:
         return self._client.heard
 
     @property
+    def server_certificate(self) -> bytes | None:
+        """The server's (DER), as this connection was shown it; None without TLS, and while it is gone."""
+        return self._client.server_certificate
+
+    @property
     def max_payload(self) -> int:
         """Most bytes of one message, its headers included, by the server's own word."""
         return self._client.max_payload

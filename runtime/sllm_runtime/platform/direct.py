@@ -75,6 +75,14 @@ class DirectClient(Client):
         transport.write(b"%b%b%b\r\n" % (head.encode(), header, data))
         return True
 
+    @property
+    def server_certificate(self) -> bytes | None:
+        """What the server has shown (DER); None without TLS, and while there is no connection."""
+        transport = self._socket()
+        tls = transport.get_extra_info("ssl_object") if transport is not None and self.is_connected else None
+        shown: bytes | None = tls.getpeercert(binary_form=True) if tls is not None else None
+        return shown
+
     def _socket(self) -> asyncio.WriteTransport | None:
         writer = getattr(getattr(self, "_transport", None), "_io_writer", None)
         return writer.transport if isinstance(writer, asyncio.StreamWriter) else None

@@ -101,6 +101,8 @@ class StateStore:
         self._fence: int | None = None
         self._unanswered: int | None = None
         """The fence that a write has which nobody has answered: it may still come, as long as the fence is this one."""
+        self._newest = 0
+        """The sequence of the last write that was answered: the next one's is greater, or the store was set back."""
         self._term = 0
         self._controller = ""
         self._watches: list[Watch] = []
@@ -198,6 +200,7 @@ class StateStore:
         ``Unavailable``."""
         async with self._lock:
             self._controller = controller
+            self._newest = 0  # what was written before counts no more: all is read anew
             deadline = time.monotonic() + _WRITE_S
             asked: Term | None = None
             while True:
@@ -269,11 +272,14 @@ class StateStore:
                     raise
             await asyncio.sleep(_AGAIN_S)
 
-    async def put_once(self, key: str, record: msgspec.Struct) -> None:
-        """``put`` in one try of two seconds at most: for what is soon written again. Raises as ``put``."""
-        await self._write_once(key, codec.to_json(record), {})
+    async def put_once(self, key: str, record: msgspec.Struct, asks: Callable[[], None] = lambda: None) -> None:
+        """``put`` in one try of two seconds at most: for what is soon written again. ``asks`` is called when it is its
+        turn, behind other writes: what is answered was so then. Raises as ``put``."""
+        await self._write_once(key, codec.to_json(record), {}, asks)
 
-    async def _write_once(self, key: str, data: bytes, headers: dict[str, str]) -> None:
+    async def _write_once(
+        self, key: str, data: bytes, headers: dict[str, str], asks: Callable[[], None] = lambda: None
+    ) -> None:
         async with self._lock:
             if self._fence is None:
                 raise StaleTerm(f"{key} was not written: this controller does not lead")
@@ -283,6 +289,7 @@ class StateStore:
                 "Nats-Expected-Last-Subject-Sequence": str(self._fence),
                 "Nats-Expected-Last-Subject-Sequence-Subject": _SUBJECT + TERM_KEY,
             }
+            asks()
             try:
                 await self._publish(key, data, fenced)
             except _Refused as error:
@@ -312,11 +319,24 @@ class StateStore:
         """Raises ``StaleTerm`` if another one has been elected."""
         last, sequence = await self._last_term()
         if self._fence is not None and last == Term(term=self._term, controller=self._controller):
-            self._fence = max(self._fence, sequence)  # it was moved, and only the answer was lost
+            # It was moved, and only the answer was lost; or the store was set back, as the next write's answer says.
+            self._fence = sequence
         elif sequence != self._fence:
             self._fence = None
             leads = last.term if last is not None else 0
             raise StaleTerm(f"{key} was not written: term {leads} leads, this controller had {self._term}")
+
+    def _require_growth(self, key: str, sequence: int) -> None:
+        """Raises ``StaleTerm`` where a write's sequence is none that is new: the store was set back to an earlier state
+        of this term (a backup, disks that lost their power). It lacks what this process takes for stored, of which it
+        would never tell anybody else: who is elected next begins with what is there."""
+        if sequence <= self._newest:
+            self._fence = None
+            raise StaleTerm(
+                f"{STATE_STREAM} was set back to an earlier state: {key} is its message {sequence}, after"
+                f" {self._newest}; term {self._term} ends, and the state is read anew"
+            )
+        self._newest = sequence
 
     async def _publish(self, key: str, data: bytes, headers: dict[str, str]) -> int:
         most = self._bus.max_payload - _HEADERS
@@ -340,6 +360,7 @@ class StateStore:
         except asyncio.CancelledError:
             self._unanswered = self._fence
             raise
+        self._require_growth(key, answer.seq)
         return answer.seq
 
     async def close(self) -> None:

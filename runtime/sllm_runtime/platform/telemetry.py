@@ -65,6 +65,23 @@ class _Json(_Line):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
+class Once:
+    """Logs what may be met many times a second: the same text once, until that is ``over``."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._said = log, ""
+
+    def say(self, level: int, text: str) -> None:
+        """Unless it was the last that was said."""
+        if text != self._said:
+            self._log.log(level, "%s", text)
+            self._said = text
+
+    def over(self) -> None:
+        """All is well: what is met from now on is new."""
+        self._said = ""
+
+
 def configure_logging(component: str, identity: str, settings: Settings) -> None:
     """Log to stderr, one record per line (text, or JSON with ``log_json``); ``extra=`` fields are printed too."""
     handler = logging.StreamHandler(sys.stderr)

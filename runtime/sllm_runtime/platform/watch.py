@@ -17,6 +17,7 @@ from sllm_runtime.platform.bus import Bus
 from sllm_runtime.platform.consumers import consumer
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.reader import Lost, Reader
+from sllm_runtime.platform.telemetry import Once
 from sllm_runtime.protocol.errors import SllmError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Watch:
         self._failures = 0
         self._lags: float | None = None
         self._retry: asyncio.TimerHandle | None = None
+        self._why = Once(log)
+        """Why it is made anew, until it is whole again."""
         self.synced = asyncio.Event()
         """Set while what was told is a whole picture."""
 
@@ -126,9 +129,9 @@ class Watch:
             await picture.open()
             await self._follow(picture)
         except Lost as reason:
-            log.info("watching %s anew: %s", self._subject, reason)
+            self._why.say(logging.INFO, f"watching {self._subject} anew: {reason}")
         except SllmError as error:
-            log.warning("%s; trying again", error.message)
+            self._why.say(logging.WARNING, f"{error.message}; trying again")
         finally:
             await picture.close()
 
@@ -145,6 +148,7 @@ class Watch:
             self._tell(subject, 0, None)
         if self._retry is None:
             self._failures = 0
+            self._why.over()
             self.synced.set()
         while True:
             news = await picture.next()

@@ -59,6 +59,7 @@ class CallOrder(Record, frozen=True, kw_only=True, tag="order"):
     """Of a stream whose gateway died: so many outputs its caller may have had. They are not in the journal, but made
     again, and must be the same: ``delivered_hash`` as in ``frames.CallHead``."""
     delivered_hash: bytes = b""
+    tracestate: str = ""
 
     @property
     def claim(self) -> KeyClaim:

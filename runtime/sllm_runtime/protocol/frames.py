@@ -153,6 +153,8 @@ class CallHead(msgspec.Struct, frozen=True, kw_only=True):
     created: float = 0.0
     """Unix seconds at which the call was accepted: the date that its prompt names, wherever it goes on. 0: gateways of
     the version before do not say."""
+    tracestate: str = ""
+    """What came beside ``traceparent``, for the function alone."""
 
 
 # --- gateway → node -------------------------------------------------------------------------------

@@ -7,3 +7,5 @@ from typing import Final
 
 TRACEPARENT: Final[ContextVar[str]] = ContextVar("sllm_traceparent", default="")
 """As ``CallHead.traceparent``; while an instance starts, as ``Assign.traceparent``."""
+TRACESTATE: Final[ContextVar[str]] = ContextVar("sllm_tracestate", default="")
+"""As ``CallHead.tracestate``; empty while an instance starts."""

@@ -344,6 +344,10 @@ def controller_rights(identity: str) -> Rights:
     )
 
 
+GATEWAYS_SEE: Final = (f"KV_{STATE}", f"OBJ_{BUNDLES}", LOGS_STREAM, EVENTS_STREAM, *_GATEWAYS_OWN)
+"""Streams of which gateways may ask how full they are."""
+
+
 def gateway_rights(identity: str) -> Rights:
     """A gateway: asks the controller, sends calls, reads state and logs, stores bundles."""
     return Rights(
@@ -352,11 +356,7 @@ def gateway_rights(identity: str) -> Rights:
             f"sllm.open.*.{token(identity)}",
             f"sllm.call.*.{token(identity)}",
             "$JS.API.INFO",
-            f"$JS.API.STREAM.INFO.KV_{STATE}",
-            f"$JS.API.STREAM.INFO.OBJ_{BUNDLES}",
-            f"$JS.API.STREAM.INFO.{LOGS_STREAM}",
-            f"$JS.API.STREAM.INFO.{EVENTS_STREAM}",
-            *(f"$JS.API.STREAM.INFO.{stream}" for stream in _GATEWAYS_OWN),
+            *(f"$JS.API.STREAM.INFO.{stream}" for stream in GATEWAYS_SEE),
             *(f"{prefix}.>" for prefix in (*_KEPT.values(), "sllm.keys", "sllm.lives")),
             f"{_TOLD}.{token(identity)}.>",
             "sllm.heard.*",

@@ -29,7 +29,7 @@ from sllm_runtime.protocol.errors import (
     NotDeterministic,
     SllmError,
 )
-from sllm_runtime.protocol.own_trace import TRACEPARENT
+from sllm_runtime.protocol.own_trace import TRACEPARENT, TRACESTATE
 from sllm_runtime.protocol.timeline import Span
 from sllm_runtime.protocol.worker import CallBody, CancelCall, Credit, FeedCall, Follow, HoldCall, StartCall
 from sllm_runtime.worker import console
@@ -211,6 +211,7 @@ class Calls:
     async def _execute(self, call: Call) -> None:
         current.set(call)
         TRACEPARENT.set(call.head.traceparent)
+        TRACESTATE.set(call.head.tracestate)
         console.current_call.set(call.number)
         if type(within := decimal.getcontext()) is decimal.Context:  # of a subclass a copy would be a plain one
             decimal.setcontext(within.copy())  # a copy of a context has the very same one within

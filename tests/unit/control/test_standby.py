@@ -3,6 +3,7 @@ anything is."""
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_runtime.control.daemon import ControllerSettings, lead
-from sllm_runtime.control.lease import SURE_S, Leadership
+from sllm_runtime.control.lease import RENEW_S, SURE_S, Leadership
 from sllm_runtime.control.standby import MOST_S, SILENT_S, Silence, stand_by, vacant
 from sllm_runtime.platform.state import StateStore
 from sllm_runtime.protocol.errors import InvalidRequest, StaleTerm, Unavailable
 from sllm_runtime.protocol.records import Lease, Term
-from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY
+from sllm_runtime.protocol.subjects import LEADER, LEASE_KEY, TERM_KEY, node_key
 from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, GATEWAY, Nats
 from tests.fixtures.waiting import GIVE_UP_S, until
 
@@ -232,8 +233,8 @@ async def test_a_proof_is_as_old_as_its_question(nats: Nats, monkeypatch: pytest
     await store.elect(CONTROLLER)
     put = store.put_once
 
-    async def slow(key: str, record: Lease) -> None:
-        await put(key, record)
+    async def slow(*asked: Any) -> None:
+        await put(*asked)
         time.now += SURE_S
 
     monkeypatch.setattr(store, "put_once", slow)
@@ -241,6 +242,67 @@ async def test_a_proof_is_as_old_as_its_question(nats: Nats, monkeypatch: pytest
     async with renewing(leadership):
         await until(lambda: renewals.pauses, what="it is renewed")
         assert not leadership.sure
+
+
+async def test_a_proof_by_reading_is_as_old_as_that_question(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as that of the write before it, which was waited for in vain for most of the time that a proof holds: it
+    would be sure for a moment of each renewal, in which no plan may fall."""
+    store, time, renewals = await nats.store(CONTROLLER), Time(), Renewals()
+    await store.elect(CONTROLLER)
+    confirm = store.confirm
+
+    async def stuck(*_: object) -> None:
+        time.now += 1.0
+        raise Unavailable("no answer")
+
+    async def slow() -> None:
+        await confirm()
+        time.now += RENEW_S
+
+    monkeypatch.setattr(store, "put_once", stuck)
+    monkeypatch.setattr(store, "confirm", slow)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock, pause=renewals.pause)
+    time.now += SURE_S
+    async with renewing(leadership):
+        await until(lambda: renewals.pauses, what="it is renewed")
+        time.now += RENEW_S
+        assert leadership.sure
+        time.now += SURE_S - RENEW_S
+        assert not leadership.sure
+
+
+@pytest.mark.parametrize("what", ["another write", "the fence that moves"])
+async def test_a_proof_is_no_older_for_what_was_before_it(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Writes go one at a time, and behind one that had no answer the fence is moved first: a slow disk takes as long
+    again for that."""
+    store, time, renewals = await nats.store(CONTROLLER), Time(), Renewals()
+    await store.elect(CONTROLLER)
+    publish, written = store._publish, list[str]()
+
+    async def slow(key: str, data: bytes, headers: dict[str, str]) -> int:
+        sequence = await publish(key, data, headers)
+        written.append(key)
+        time.now += 0.7
+        return sequence
+
+    monkeypatch.setattr(store, "_publish", slow)
+    leadership = Leadership(store, store._bus, CONTROLLER, clock=time.clock, pause=renewals.pause)
+    first = node_key("n1") if what == "another write" else TERM_KEY
+    if what == "another write":  # which has its turn before the lease
+        writing = asyncio.create_task(store.put(first, Lease(term=1, controller=CONTROLLER)))
+    else:
+        writing = asyncio.create_task(asyncio.sleep(0))
+        store._unanswered = store._fence
+    async with renewing(leadership):
+        await until(lambda: renewals.pauses, what="it is renewed")
+        assert written == [first, LEASE_KEY]
+        time.now += RENEW_S
+        assert leadership.sure
+        time.now += SURE_S
+        assert not leadership.sure
+    await writing
 
 
 async def test_where_nothing_can_be_read_either_nothing_is_proved(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,11 +328,11 @@ async def test_who_is_deposed_while_it_takes_over_does_not_lead(nats: Nats, monk
     await store.elect(CONTROLLER)
     put, tried = store.put_once, list[str]()
 
-    async def counted(key: str, record: Lease) -> None:
+    async def counted(*asked: Any) -> None:
         try:
-            await put(key, record)
+            await put(*asked)
         finally:
-            tried.append(key)
+            tried.append(asked[0])
 
     monkeypatch.setattr(store, "put_once", counted)
     leadership = Leadership(store, store._bus, CONTROLLER, pause=renewals.pause)
@@ -340,6 +402,24 @@ async def test_a_store_that_is_away_is_no_silent_leader(nats: Nats, monkeypatch:
     monkeypatch.setattr(standby, "get", now_and_then)
     assert await stand_by(standby, CONTROLLER_2, lambda: None, clock=time.clock, pause=time.pause) == 2
     assert time.now > away + SILENT_S
+
+
+async def test_a_store_that_is_away_is_said_once(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not ten times a second for as long as it is."""
+    caplog.set_level(logging.INFO, stand_by.__module__)
+    standby, time = await nats.store(CONTROLLER_2), Time()
+    get = standby.get
+
+    async def late(*asked: Any, **how: Any) -> Any:
+        if time.now < 10.0:
+            raise Unavailable("nobody answers")
+        return await get(*asked, **how)
+
+    monkeypatch.setattr(standby, "get", late)
+    assert await stand_by(standby, CONTROLLER_2, lambda: None, clock=time.clock, pause=time.pause) == 1
+    assert caplog.messages == ["cannot see who leads: nobody answers"]
 
 
 async def test_who_ends_in_order_is_followed_at_once(nats: Nats) -> None:

@@ -43,7 +43,7 @@ from sllm_runtime.protocol.frames import (
 )
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.manifest import Handler, Manifest
-from sllm_runtime.protocol.node import InstanceStatus, NodeStatus
+from sllm_runtime.protocol.node import InstanceStatus, NodeStatus, Storage
 from sllm_runtime.protocol.records import Route, RouteEntry
 from sllm_runtime.protocol.states import InstanceState
 from sllm_runtime.protocol.stream import Inbox, Outbox
@@ -235,7 +235,7 @@ class ScriptedNode:
                     continue
                 self.send(Beat(run.head.call, run.head.epoch, run.outbox.next_index))
 
-    def report(self, *instances: InstanceStatus, boot: str = "b1") -> None:
+    def report(self, *instances: InstanceStatus, boot: str = "b1", storage: Storage | None = None) -> None:
         """Publish a status."""
         self._sequence += 1
         status = NodeStatus(
@@ -248,6 +248,7 @@ class ScriptedNode:
             free_cpu=2,
             free_memory=1,
             instances=instances,
+            storage=storage,
         )
         self.bus.publish_now(subjects.status(self.name), status)
 

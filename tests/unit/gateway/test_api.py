@@ -27,6 +27,7 @@ from sllm_runtime.protocol.calls import Began, CallOrder, Ended, Journaled
 from sllm_runtime.protocol.errors import (
     FunctionError,
     FunctionNotFound,
+    InstanceLost,
     InvalidRequest,
     ModelNotFound,
     NoController,
@@ -651,6 +652,29 @@ async def test_the_trace_of_a_request_goes_to_node_and_controller(nats: Nats) ->
         assert len({trace.trace_id(each) for each in (TRACE, made, asked_too)} - {""}) == 3, "each request has one"
 
 
+async def test_what_tracing_systems_add_to_a_trace_goes_to_the_function(nats: Nats) -> None:
+    """Also where another instance goes on with the call, and where it is kept; not without its trace."""
+    later = f"01{TRACE[2:]}-more"
+    lines = [("traceparent", later), ("tracestate", "a=1, b=2"), ("tracestate", "c=3")]
+
+    async def once(run: Run) -> None:
+        if run.head.epoch == 1:
+            run.end(InstanceLost("it died"))
+        else:
+            await answers(run)
+
+    async with world(nats) as w:
+        await w.deploy(manifest("f", streams=False, retries=1), entry(), entry("i2"), script=once)
+        assert (await w.http.post("/fn/f", headers=lines)).status_code == 200
+        assert (await w.http.post("/fn/f", headers=[*lines, ("Prefer", "respond-async")])).status_code == 202
+        await until(lambda: len(w.node.opened) == 4, what="both were begun again")
+        assert {(each.head.traceparent, each.head.tracestate) for each in w.node.opened} == {(TRACE, "a=1,b=2,c=3")}
+        for traced in ([], [("traceparent", "of nobody")], [("traceparent", TRACE)] * 2):
+            w.node.opened.clear()
+            assert (await w.http.post("/fn/f", headers=[*traced, *lines[1:]])).status_code == 200
+            assert {each.head.tracestate for each in w.node.opened} == {""}
+
+
 async def answers(run: Run) -> None:
     run.out("done")
     run.end()
@@ -997,7 +1021,7 @@ def test_the_openapi_document_says_what_clients_are_made_from() -> None:
 def test_the_openapi_document_says_how_a_call_is_kept(path: str) -> None:
     called = document()["paths"][path]["post"]
     headers = {each["name"] for each in called["parameters"] if each["in"] == "header"}
-    assert headers == {"Idempotency-Key", "Prefer", "traceparent"}
+    assert headers == {"Idempotency-Key", "Prefer", "traceparent", "tracestate"}
     promised = called["responses"]["202"]["content"]["application/json"]["schema"]
     assert promised == {"$ref": "#/components/schemas/PromisedView"}
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import re
 import threading
 from pathlib import Path
@@ -12,21 +13,28 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from nats.js.api import ClusterInfo, PeerInfo, StreamConfig, StreamInfo, StreamState
+from nats.js.errors import ServiceUnavailableError
 from prometheus_client import generate_latest
 
 from sllm_gateway import leader, lives
+from sllm_gateway.headroom import Headroom
 from sllm_gateway.metrics import GONE, OTHER, Metrics
 from sllm_gateway.routes.health import MetricsRoute
+from sllm_runtime.platform.certificates import first_expires
+from sllm_runtime.platform.settings import Settings
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ErrorBody, SllmError, Unavailable
 from sllm_runtime.protocol.events import Kind
 from sllm_runtime.protocol.frames import End, FrameKind, Usage
 from sllm_runtime.protocol.http import API
 from sllm_runtime.protocol.limits import KIB, LOST_AFTER_S, MIB
+from sllm_runtime.protocol.node import Storage
 from sllm_runtime.protocol.records import Term
 from sllm_runtime.protocol.states import InstanceState, MigrationState, VersionState
-from sllm_runtime.protocol.subjects import BODIES_STREAM, LEADER
+from sllm_runtime.protocol.subjects import BODIES_STREAM, GATEWAYS_SEE, KEYS_STREAM, LEADER
 from sllm_runtime.protocol.timeline import Span
+from tests.fixtures.certificates import make_certificates
 from tests.fixtures.nats import Nats
 from tests.fixtures.waiting import until
 from tests.unit.gateway.peer import Run, entry, hang, manifest, world
@@ -319,6 +327,92 @@ async def test_whether_a_controller_leads_and_which_nodes_report(nats: Nats, mon
         await until(lambda: "NATS" in w.gateway.problem())
         assert (await said())["sllm_ready"] == 0.0
         await w.nats.start()
+
+
+async def test_how_full_disks_and_streams_are(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operator can mend before anybody is refused."""
+    async with world(nats) as w:
+        headroom, jetstream = w.gateway._headroom, w.gateway._bus.jetstream
+        asked, stream_info = list[str](), jetstream.stream_info
+
+        async def counted(name: str, **how: Any) -> Any:
+            asked.append(name)
+            return await stream_info(name, **how)
+
+        monkeypatch.setattr(jetstream, "stream_info", counted)
+
+        async def said(about: str) -> dict[str, float]:
+            answer = await w.http.get("/metrics")
+            assert answer.status_code == 200
+            return {
+                name.partition(about)[2]: float(value)
+                for name, _, value in (line.rpartition(" ") for line in answer.text.splitlines())
+                if name.startswith(about)
+            }
+
+        assert await said("sllm_node_") == {}
+        w.node.report(storage=Storage(disk_free=5, ssd_used=3, ssd_limit=4))
+        await until(lambda: w.gateway._starts.nodes(w.gateway.calls._clock()) == 1, what="it was heard")
+        labels = '{node="n1"}'
+        assert await said("sllm_node_") == {
+            f"disk_free_bytes{labels}": 5.0,
+            f"ssd_used_bytes{labels}": 3.0,
+            f"ssd_limit_bytes{labels}": 4.0,
+        }
+        assert w.gateway._starts.storage(w.gateway.calls._clock() + LOST_AFTER_S) == {}
+        headroom._looked, asked[:] = -math.inf, []
+        used, *others = await asyncio.gather(*(said("sllm_stream_bytes") for _ in range(4)))
+        assert sorted(asked) == sorted(GATEWAYS_SEE), "once for all who ask"
+        assert others == [used] * 3
+        assert used.keys() == {f'{{stream="{name}"}}' for name in GATEWAYS_SEE}
+        assert used['{stream="KV_sllm_state"}'] > 0
+        assert (await said("sllm_stream_limit_bytes"))['{stream="KV_sllm_state"}'] == 256 * MIB
+        assert set((await said("sllm_stream_copies_behind")).values()) == {0.0}
+        assert await said("sllm_certificate_expiry_timestamp_seconds{") == {}
+        await w.nats.kill()
+        await until(lambda: "NATS" in w.gateway.problem())
+        headroom._looked = -math.inf
+        assert await said("sllm_stream_bytes{") == {}
+        await w.nats.start()
+
+
+async def test_copies_that_are_behind_and_streams_that_do_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sllm_gateway.headroom.WAIT_S", 0.01)
+
+    async def stream_info(name: str) -> StreamInfo:
+        if name == BODIES_STREAM:
+            await asyncio.Event().wait()
+        if name == KEYS_STREAM:
+            raise ServiceUnavailableError
+        copies = [
+            PeerInfo(name="a", current=True, offline=False),
+            PeerInfo(name="b", current=False, offline=False),
+            PeerInfo(name="c", current=True, offline=True),
+        ]
+        state = StreamState(messages=1, bytes=7, first_seq=1, last_seq=1, consumer_count=0)
+        return StreamInfo(StreamConfig(name=name, max_bytes=-1), state, cluster=ClusterInfo(replicas=copies))
+
+    bus: Any = SimpleNamespace(
+        connected=True, jetstream=SimpleNamespace(stream_info=stream_info), server_certificate=b"none"
+    )
+    given = Settings.load({"SLLM_NATS_CA": str(tmp_path / "ca.pem")})
+    headroom, metrics = Headroom(bus, given, dict, lambda: 0.0), Metrics()
+    metrics.read(headroom)
+    await headroom.look()
+    lines = [line for line in metrics.text().decode().splitlines() if line.startswith("sllm_stream_")]
+    there = sorted({*GATEWAYS_SEE} - {BODIES_STREAM, KEYS_STREAM})
+    assert sorted(lines) == [
+        *(f'sllm_stream_bytes{{stream="{name}"}} 7.0' for name in there),
+        *(f'sllm_stream_copies_behind{{stream="{name}"}} 2.0' for name in there),
+    ]
+    assert "sllm_certificate_expiry_timestamp_seconds{" not in metrics.text().decode()
+    made = make_certificates(tmp_path)
+    (told,) = [line for line in metrics.text().decode().splitlines() if line.startswith("sllm_certificate_")]
+    name, _, at = told.rpartition(" ")
+    assert name == 'sllm_certificate_expiry_timestamp_seconds{certificate="ca"}'
+    assert float(at) == first_expires(made / "ca.pem")
 
 
 async def test_the_docs_name_every_series_with_its_labels(nats: Nats) -> None:

@@ -8,6 +8,7 @@ from sllm_gateway import (
     backlog,
     binding,
     expansion,
+    headroom,
     journal,
     lives,
     lookup,
@@ -25,7 +26,7 @@ from sllm_gateway import (
     tempo,
 )
 from sllm_gateway.settings import GatewaySettings
-from sllm_runtime.platform import presence, streams
+from sllm_runtime.platform import presence, streams, trace
 from sllm_runtime.platform.connection import ELECTION_S
 from sllm_runtime.protocol import calls, limits, subjects
 from sllm_runtime.protocol import lives as life
@@ -57,6 +58,8 @@ GATEWAY = [
     ("which is looked for once a second: any gateway", 1.0, taking_up.AGAIN_S),
     ("2.5 s in which its process did not run", 2.5, lives.STILL_S),
     ("neither is seen within 30 s, the answer is 503", 30.0, succession.COMING_S),
+    ("every 5 s; of one that does not answer within 1 s nothing", (5.0, 1.0), (headroom.LOOK_S, headroom.WAIT_S)),
+    ("(of more than 512 characters the long entries", 512, trace._STATE_CHARS),
     ("asked for from 0.5 s without a word on", 0.5, limits.CALL_OVERDUE_S),
     ("5 s without frame or beat while connected", 5.0, limits.LOST_AFTER_S),
     ("30 to 60 s (`SLLM_HEAD_TIMEOUT`); 64 KiB", (30.0, 64 * 2**10), (SETTINGS.head_timeout, limits.MAX_HEAD)),

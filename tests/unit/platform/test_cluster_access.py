@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -63,7 +64,9 @@ async def test_tls_with_a_client_certificate(tls_server: EmbeddedNats, certifica
     bus = await Bus.connect(good, "ctl", name="test")
     store = await StateStore.open(bus, create=True)
     assert await store.elect("ctl") == 1
+    assert bus.server_certificate == ssl.PEM_cert_to_DER_cert((certificates / "server.pem").read_text())
     await bus.close()
+    assert bus.server_certificate is None
 
 
 @pytest.mark.parametrize(

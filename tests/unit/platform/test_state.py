@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import logging
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from sllm_runtime.protocol.errors import ProtocolError, StaleTerm, Unavailable
 from sllm_runtime.protocol.limits import KIB, PROTOCOL_VERSION
 from sllm_runtime.protocol.node import NodeRecord
 from sllm_runtime.protocol.records import FunctionRecord, Term
-from sllm_runtime.protocol.subjects import TERM_KEY, function_key, node_key
+from sllm_runtime.protocol.subjects import LIVES_STREAM, TERM_KEY, function_key, life_beat, node_key
 from tests.fixtures.nats import CONTROLLER, CONTROLLER_2, GATEWAY, NODE, Nats
 from tests.fixtures.suspended import suspended
 from tests.fixtures.waiting import GIVE_UP_S, until
@@ -211,6 +214,36 @@ async def test_a_leader_that_was_deposed_moves_no_fence(nats: Nats, monkeypatch:
     await other.confirm()
 
 
+@pytest.mark.parametrize("moved", [False, True])
+async def test_who_led_as_the_store_was_set_back_leads_no_more(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moved: bool
+) -> None:
+    """Its own term is there, and with it the fence: it would go on with records that no gateway is ever told of, or,
+    where it had moved its fence since, write nothing any more."""
+    leader = await _leader(nats)
+    await leader.put(node_key("n1"), _node("n1"))
+    there, copy = nats.server.directory / "jetstream", tmp_path / "copy"
+    await nats.kill()
+    shutil.copytree(there, copy)
+    await nats.start()
+    if moved:
+        lossy = Lossy(leader, monkeypatch)
+        lossy.lose = {node_key("n2")}
+    await leader.put(node_key("n2"), _node("n2"))
+    await leader.put(node_key("n3"), _node("n3"))
+    await nats.kill()
+    shutil.rmtree(there)
+    shutil.copytree(copy, there)
+    await nats.start()
+    with pytest.raises(StaleTerm, match="was set back"):
+        await leader.put(node_key("n4"), _node("n4"))
+    with pytest.raises(StaleTerm, match="does not lead"):
+        await leader.put(node_key("n4"), _node("n4"))
+    assert await leader.elect(CONTROLLER) == 2
+    await leader.put(node_key("n5"), _node("n5"))
+    assert (await leader.everything(GIVE_UP_S)).get(node_key("n2"), NodeRecord) is None
+
+
 async def test_nobody_writes_without_an_election(nats: Nats) -> None:
     store = await nats.store()
     with pytest.raises(StaleTerm, match="does not lead"):
@@ -367,6 +400,35 @@ async def test_a_watch_that_has_missed_something_looks_again(
     if missed == "one of two":
         await leader.put(node_key("n2"), _node("n2"))
     await until(lambda: node_key("n1") in told, what="what was missed is told")
+    await watch.close()
+
+
+async def test_why_a_watch_looks_again_is_said_once(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not ten times a second for as long as what it knew is not there: of a stream whose messages have aged, 5 s."""
+    caplog.set_level(logging.INFO, watching.__name__)
+    controller, gateway = await nats.streams(), await nats.bus(GATEWAY)
+    opened, open_ = list[object](), watching._Picture.open
+
+    async def counted(picture: watching._Picture) -> None:
+        opened.append(picture)
+        await open_(picture)
+
+    monkeypatch.setattr(watching._Picture, "open", counted)
+    monkeypatch.setattr(watching, "_LAGS_S", 10 * GIVE_UP_S)
+    await gateway.jetstream.publish(life_beat("a"), b"1")
+    watch = Watch(gateway, LIVES_STREAM, life_beat(), lambda *_: None)
+    await watch.start()
+    for times in (1, 2):
+        opened.clear()
+        await controller.jetstream.purge_stream(LIVES_STREAM)
+        watch._anew()
+        await until(lambda: len(opened) > 4, what="it has looked again and again")
+        await gateway.jetstream.publish(life_beat("a"), b"2")
+        await until(watch.synced.is_set, what="it is whole")
+        said = [record.getMessage() for record in caplog.records if "anew" in record.getMessage()]
+        assert said == [f"watching {life_beat()} anew: a server lags"] * times
     await watch.close()
 
 

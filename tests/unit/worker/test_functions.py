@@ -451,3 +451,9 @@ def test_a_function_can_read_of_which_trace_its_call_is(
     worker = start("traced", entry, kind)
     assert worker.run(traceparent=PARENT).outputs == outputs
     assert worker.run().outputs == [""] * len(outputs), "the next call is of another one, or of none"
+
+
+def test_a_function_can_read_what_tracing_systems_have_added(start: Start) -> None:
+    worker = start("traced", "added", "generator")
+    assert worker.run(traceparent=PARENT, tracestate="a=1").outputs == [PARENT, "a=1"]
+    assert worker.run(traceparent=PARENT).outputs == [PARENT, ""]
