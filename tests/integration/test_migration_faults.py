@@ -119,8 +119,8 @@ def of(table: Iterable[tuple[str, str, T]], step: str, victim: str) -> T | None:
 
 @pytest.mark.parametrize(("step", "victim"), DIES)
 def test_dies(flow: Flow, step: str, victim: str, record_property: Callable[[str, object], None]) -> None:
-    """How long its caller waits is no matter of right or wrong here: ``-o junit_family=xunit1 --junitxml FILE`` tells it
-    for docs/migration.md."""
+    """How long its caller waits is no matter of right or wrong here: ``-o junit_family=xunit1 --junitxml FILE`` tells
+    that for docs/migration.md."""
     with flow.move(step, first=early(step, victim)) as met:
         kill(VICTIMS[victim](flow, met))
         assert flow.rest(met) == met.right

@@ -17,7 +17,7 @@ def rows() -> list[tuple[str, str, str]]:
     _, _, table = TEXT.partition("\n| step | who |")
     lines = table.partition("\n\n")[0].split("\n")[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [(step, who, test.strip("`")) for step, who, _, _, test in cells]
+    return [(step, who, test.strip("`")) for step, who, _, _, _, test in cells]
 
 
 def test_each_row_has_a_test_and_each_test_a_row() -> None:
