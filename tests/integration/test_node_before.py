@@ -17,6 +17,7 @@ import pytest
 from benchmarks.programs import ROOT
 from sllm_runtime.platform.process import start_time
 from sllm_runtime.protocol.http import API, InstanceView
+from sllm_runtime.worker.engine.ours.model.host import VARIABLES
 from tests.fixtures.cluster import QUICK, Cluster
 from tests.fixtures.deployed import deploy, wait, worker_of
 from tests.fixtures.existing_nats import server
@@ -55,7 +56,8 @@ def interpreter(directory: Path, commit: str = BEFORE) -> Path:
 def node(python: Path, directory: Path, env: dict[str, str], name: str = "before") -> Iterator[None]:
     """``sllm up --node`` of that Python."""
     argv = [str(python), "-m", "sllm_runtime.platform", "up", "--node", "--json", "--with-parent"]
-    given = {"PATH": os.environ["PATH"], "TMPDIR": str(directory), **QUICK, **env, "SLLM_NODE": name}
+    bits = {each: os.environ[each] for each in VARIABLES if each in os.environ}  # as the other node has them
+    given = {"PATH": os.environ["PATH"], "TMPDIR": str(directory), **bits, **QUICK, **env, "SLLM_NODE": name}
     with (directory / "node.log").open("wb") as log:
         process = subprocess.Popen(
             [*argv, "--data", str(directory / "node")], env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -29,7 +29,7 @@ from sllm_runtime.worker.engine.ours.model.slabs import Slabs
 from sllm_runtime.worker.engine.ours.model.weights import side_by_side
 from sllm_runtime.worker.engine.ours.numerics import EXACT, LEVELS, Numerics
 
-_VARIABLES: Final = (
+VARIABLES: Final = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_MAX_CPU_ISA",
@@ -68,7 +68,7 @@ class Host:
             kernels().digest, np.__version__, torch.__version__, torch.__config__.show(),
             torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(turned.available()),
             str(kernels().tiles), str(slabs.available()),
-            *(os.environ.get(name, "") for name in _VARIABLES),
+            *(os.environ.get(name, "") for name in VARIABLES),
         )  # fmt: skip
 
     def use(self, numerics: Numerics, dtype: torch.dtype) -> None:
