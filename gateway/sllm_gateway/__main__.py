@@ -27,19 +27,22 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Serve until ``stop`` is set, then drain."""
     settings.token()  # a wrong address or token is said before anything is started
     tasks = Tasks("daemon", on_failure=lambda _: stop.set())
-    with contextlib.ExitStack() as listening:
-        listener = listening.enter_context(contextlib.closing(listen(settings)))
-        told = settings.metrics_port
-        teller = None if told is None else listening.enter_context(contextlib.closing(listen(settings, told)))
+    with contextlib.ExitStack() as opened:
+
+        def listening(port: int | None = None) -> list[socket.socket]:
+            return [opened.enter_context(contextlib.closing(each)) for each in listen(settings, port)]
+
+        listeners = listening()
+        tellers = listening(settings.metrics_port) if settings.metrics_port is not None else []
         name = f"sllm-gateway {settings.gateway}"
         bus = await Bus.connect(settings, settings.gateway, name=name, kind="gateway")
         try:
             async with running(bus, settings) as gateway:
                 server = make_server(gateway, settings)
-                serving = tasks.start(server.serve([listener]), "http")
-                host, port = listener.getsockname()[:2]
-                log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-                async with _telling(gateway, settings, teller, tasks):
+                serving = tasks.start(server.serve(listeners), "http")
+                for host, port in (listener.getsockname()[:2] for listener in listeners):
+                    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+                async with _telling(gateway, settings, tellers, tasks):
                     ready()
                     await stop.wait()
                     await server.finish(serving, gateway.drain())
@@ -50,14 +53,14 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def _telling(
-    gateway: Gateway, settings: GatewaySettings, listener: socket.socket | None, tasks: Tasks
+    gateway: Gateway, settings: GatewaySettings, listeners: list[socket.socket], tasks: Tasks
 ) -> AsyncIterator[None]:
-    """Probes and metrics are answered on ``listener`` inside: no caller comes there, so it is open while calls end."""
-    if listener is None:
+    """Probes and metrics are answered on these inside: no caller comes there, so they are open while calls end."""
+    if not listeners:
         yield
         return
     server = make_server(gateway.telling, settings)
-    serving = tasks.start(server.serve([listener]), "metrics")
+    serving = tasks.start(server.serve(listeners), "metrics")
     try:
         yield
     finally:

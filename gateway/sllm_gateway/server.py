@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Generator, Iterator
@@ -19,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from sllm_gateway import errors
 from sllm_gateway.asgi import Scope
 from sllm_gateway.settings import GatewaySettings
+from sllm_runtime.platform.listening import bound, is_nobodys
 from sllm_runtime.platform.owned import end
 from sllm_runtime.protocol.errors import HeadTimeout, HeadTooLarge, InvalidRequest
 from sllm_runtime.protocol.http import API
@@ -337,24 +337,23 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(settings: GatewaySettings, port: int | None = None) -> socket.socket:
-    """The listening socket, of calls or at another ``port``. Raises ``InvalidRequest`` if the address cannot be had."""
+def listen(settings: GatewaySettings, port: int | None = None) -> list[socket.socket]:
+    """The listening sockets, one for each address that the host stands for, of calls or at another ``port``. Raises
+    ``InvalidRequest`` if one cannot be had."""
     variable, port = ("SLLM_PORT", settings.port) if port is None else ("SLLM_METRICS_PORT", port)
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listeners: list[socket.socket] = []
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for level, option, value in _KEEPS_ALIVE:  # of those that it takes as well
-            listener.setsockopt(level, option, value)
-        listener.bind((settings.host, port))
-        listener.listen(settings.backlog)
-        listener.setblocking(False)
+        listeners = bound(settings.host, port, _KEEPS_ALIVE)  # those that they take have it as well
+        for listener in listeners:
+            listener.listen(settings.backlog)
+            listener.setblocking(False)
     except OSError as error:
-        listener.close()
-        nobodys = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        for listener in listeners:
+            listener.close()
+        nobodys = is_nobodys(error)
         remedy = "SLLM_HOST is to be an address of this machine" if nobodys else f"choose another {variable}"
         raise InvalidRequest(f"cannot listen on {settings.host}:{port}: {error.strerror}; {remedy}") from error
-    return listener
+    return listeners
 
 
 def _is_news(record: logging.LogRecord) -> bool:

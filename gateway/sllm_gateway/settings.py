@@ -54,15 +54,22 @@ class GatewaySettings(Settings):
     resume_window: float = Field(default=RESUME_WINDOW_S, gt=0)
     """A call with an ``Idempotency-Key`` goes on for so long without a reader."""
     backlog: int = Field(default=2048, gt=0)
+    gateways: int = Field(default=1, ge=1)
+    """How many gateways share this machine's memory; ``sllm up`` says so."""
 
     def all_bodies(self) -> int:
-        """``bodies``, or a quarter of the memory and four of the largest at least; the largest has room in any case."""
-        return max(self.bodies or max(memory() // 4, 4 * self.max_body), self.max_body)
+        """``bodies``, or this one's part of a quarter of the memory and four of the largest at least; the largest has
+        room in any case."""
+        return max(self.bodies or max(self._quarter, 4 * self.max_body), self.max_body)
 
     def all_outputs(self) -> int:
-        """``outputs``, or a quarter of the memory and four of the largest at least; the largest has room anyway,
-        also in as many frames as may be: their cost is twice its bytes (``delivery.FRAME_BYTES``)."""
-        return max(self.outputs or max(memory() // 4, 4 * self.max_output), 3 * self.max_output)
+        """``outputs``, or this one's part of a quarter of the memory and four of the largest at least; the largest has
+        room anyway, also in as many frames as may be: their cost is twice its bytes (``delivery.FRAME_BYTES``)."""
+        return max(self.outputs or max(self._quarter, 4 * self.max_output), 3 * self.max_output)
+
+    @property
+    def _quarter(self) -> int:
+        return memory() // 4 // self.gateways
 
     def token(self) -> str | None:
         """The bearer tokens, one a line. Raises ``InvalidRequest`` for a file that has none, or a public address

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from sllm_loaderd.doubt import Doubt
 from sllm_loaderd.reader import CACHED
 from sllm_loaderd.task import Order, Task, TaskState
-from sllm_runtime.protocol.errors import InternalError, SllmError, Unavailable
+from sllm_runtime.protocol.errors import Forbidden, InternalError, SllmError, Unavailable
 from sllm_runtime.protocol.loader import PRIORITIES, PathStatus, is_link, unused_bandwidth
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class PathQueue:
     to the next one by then; ``spare`` threads more see to that, so that a disk goes on while digests are compared.
 
     All queues of a node share ``lock``, so that a task can go from one to another. The queue is as long as there are
-    chunks allocated for it, so the pool bounds it. ``steal`` (called with the lock held) finds work when it is empty.
+    chunks allocated for it, so the pool bounds it. ``steal`` (called with the lock held) finds work when it is empty;
+    ``failed`` (likewise) hears that the path seems to be down from now on.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class PathQueue:
         spare: int = 0,
         lock: threading.RLock | None = None,
         steal: Callable[[PathQueue], Task | None] = lambda queue: None,
+        failed: Callable[[PathQueue], None] = lambda queue: None,
     ) -> None:
         self.path = path
         self.bandwidth = Bandwidth()
@@ -103,7 +106,8 @@ class PathQueue:
         """For tasks that run at a time."""
         self._most_threads = threads + spare
         self._clock = clock
-        self._steal = steal
+        self._steal, self._failed = steal, failed
+        self._doubt = Doubt()
         self._changed = threading.Condition(lock or threading.RLock())
         self._heap: list[tuple[int, Order, int, Task]] = []
         self._longest = _SHORT
@@ -188,6 +192,11 @@ class PathQueue:
         return min(known, most) if known else most if most < unused_bandwidth(self.path) else 0.0
 
     @property
+    def doubted(self) -> bool:
+        """Whether what another path could bring as well is not asked of this one now."""
+        return self._doubt.holds(self._clock())
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits, nothing runs and no thread lives."""
         with self._changed:
@@ -221,6 +230,7 @@ class PathQueue:
             error = self._attempt(task, functools.partial(task.run, self.path))
             with self._changed:
                 self._measure(task, error)
+                self._judge(task, error)
                 self._changed.notify()
             if error is None:
                 error = self._attempt(task, task.check)
@@ -279,6 +289,17 @@ class PathQueue:
                 self.bandwidth.probed(task.probe, task.nbytes, seconds)
         self._measured_at = now
         self._mode = task.mode or self._mode
+
+    def _judge(self, task: Task, error: SllmError | None) -> None:
+        """A peer that is down, cut off from this node or behind a link that loses large packets takes all of a reader's
+        patience for each chunk that is asked of it: the others are not."""
+        if not task.remote:
+            return
+        if error is None:
+            self._doubt.served()
+        elif isinstance(error, Unavailable | Forbidden) and self._doubt.failed(self._clock()):
+            log.warning("%s is asked for %g s only what nobody else has: %s", self.path, self._doubt.pause_s, error)
+            self._failed(self)
 
 
 def bytes_before(task: Task, waiting: Sequence[Task]) -> int:

@@ -59,6 +59,12 @@ class Paths:
             if not self._closing:
                 self._put([task])
 
+    def doubted(self, path: str) -> bool:
+        """Whether it has just failed, and is only asked for what nobody else has."""
+        with self._lock:
+            queue = self._queues.get(path)
+            return queue is not None and queue.doubted
+
     def promote(self, task: Task, priority: int) -> None:
         """Somebody of a higher class waits for ``task`` now."""
         with self._lock:
@@ -100,8 +106,9 @@ class Paths:
         first: defaultdict[str, list[Task]] = defaultdict(list)
         others: set[str] = set()
         for task in tasks:
-            first[task.paths[0]].append(task)
-            others.update(task.paths[1:])
+            able = [path for path in task.paths if not self.doubted(path)] or task.paths
+            first[able[0]].append(task)
+            others.update(able[1:])
         for path, group in first.items():
             self._queue(path).put(group)
         for path in others - set(first):
@@ -113,19 +120,32 @@ class Paths:
             if len(self._queues) >= _MOST_PATHS:
                 self._queues = {name: queue for name, queue in self._queues.items() if not queue.idle}
             queue = PathQueue(
-                path, self._threads(path), self._clock, spare=self._spare(path), lock=self._lock, steal=self._steal
+                path,
+                self._threads(path),
+                self._clock,
+                spare=self._spare(path),
+                lock=self._lock,
+                steal=self._steal,
+                failed=self._failed,
             )
             self._queues[path] = queue
         return queue
 
     def _steal(self, thief: PathQueue) -> Task | None:
         """A task that waits elsewhere and that ``thief``, which is idle, would finish sooner; the last of its class."""
+        if thief.doubted:
+            return None
         for queue in self._queues.values():
             candidates = queue.shared_with(thief.path) if queue is not thief else []
             urgent = [task for task in candidates if task.priority == candidates[0].priority]
             if urgent and sooner(urgent[-1], bytes_before(urgent[-1], queue.waiting()), queue, thief):
                 return urgent[-1]
         return None
+
+    def _failed(self, queue: PathQueue) -> None:
+        """What waits there and another path could bring goes to that one."""
+        if not self._closing:
+            self._put([task for task in queue.waiting() if len(task.paths) > 1])
 
 
 def sooner(task: Task, ahead: int, owner: PathQueue, thief: PathQueue) -> bool:

@@ -67,6 +67,11 @@ class Task(ABC):
     def check(self) -> None:  # noqa: B027
         """Look at what was done; the path is free for the next task meanwhile. Raises typed errors."""
 
+    @property
+    def remote(self) -> bool:
+        """Whether it brings from another machine what somebody wants: that it fails says something of its path."""
+        return False
+
     def move(self, state: TaskState) -> None:
         """Go to ``state``, if the table allows it."""
         self.state = check(TASK, self.state, state)
@@ -118,7 +123,7 @@ class ReadChunk(Task):
 
     @property
     def remote(self) -> bool:
-        """Whether the bytes came from another machine, and a copy on this one's disk would spare that."""
+        """Whether the bytes come from another machine, and a copy on this one's disk would spare that."""
         return self.path != DISK
 
     def next_source(self) -> bool:

@@ -401,12 +401,16 @@ def test_what_fits_has_a_node_kept_where_others_would_leave_no_room_for_ever(clu
     def draining() -> list[str]:
         return [event["message"] for event in events(cluster, "busy", "instance.draining")[made_room:]]
 
+    def open_all() -> None:
+        for each in gates:
+            each.touch()
+
     def begun(at: Path) -> bool:
         return inside(at.parent) == 1 or bool(draining())
 
     with ThreadPoolExecutor(4) as threads, contextlib.ExitStack() as opened:
         gate = begin(threads, "busy")
-        opened.callback(lambda: [each.touch() for each in gates])
+        opened.callback(open_all)
         wait(lambda: inside(gate.parent) == 1, "a call has all the room")
         late, until = begin(threads, "late"), time.monotonic() + GIVE_UP_S
         while not draining():

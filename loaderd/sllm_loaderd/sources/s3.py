@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 from sllm_loaderd.files import gguf_parts
@@ -19,11 +19,16 @@ from sllm_loaderd.sources.attempts import TryAgain
 from sllm_loaderd.sources.listing import fingerprint, wanted
 from sllm_loaderd.sources.remote import RENEWED_S, Remote
 from sllm_loaderd.sources.remote_object import RemoteObject
+from sllm_loaderd.sources.resolving import Resolving
 from sllm_runtime.protocol.checkpoint import is_plain_name
 from sllm_runtime.protocol.errors import Forbidden, InvalidCheckpoint, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import path_of
 
 _REMEDY = "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE …) and their rights"
+CREDENTIALS_S: Final = 30.0
+"""What gives credentials may be a program (``credential_process``), for which botocore waits for ever, or a service."""
+_RENEWED_AHEAD_S: Final = 16 * 60
+"""botocore renews credentials from 15 minutes before they expire on."""
 _SCOPE = re.compile(r"X-Amz-Credential=[^&]*%2F\d{8}%2F(?P<region>[^%&]+)%2Fs3%2Faws4_request")
 
 
@@ -44,6 +49,8 @@ class S3Source:
         self.path = path_of(self.uri)
         self._access: _Access | None = None
         self._lock = threading.Lock()
+        self._closed = False
+        self._opening = Resolving(self._open, f"{self.uri}: credentials", CREDENTIALS_S)
 
     def fingerprint(self) -> str:
         """Names, sizes and entity tags of the objects."""
@@ -75,19 +82,29 @@ class S3Source:
         return RemoteObject(access.remote, access.base + quote(entry.name), entry, f"{self._base}{entry.name}")
 
     def close(self) -> None:
-        if self._access is not None:
-            self._access.remote.close()
-            self._access.client.close()
-            self._access = None
+        self._opening.close()
+        with self._lock:
+            self._closed, access, self._access = True, self._access, None
+        if access is not None:
+            access.close()
 
     def _opened(self) -> _Access:
-        with self._lock:
-            if self._access is None:
-                try:
-                    self._access = _Access(self._bucket, self._prefix, self.uri)
-                except Exception as error:
-                    raise _typed(self.uri, error) from error
+        return self._access or self._opening.get()
+
+    def _open(self) -> _Access:
+        """Blocks for as long as what gives credentials takes."""
+        if self._access is not None:  # another one has just ended
             return self._access
+        try:
+            access = _Access(self.uri, self._bucket, self._prefix, self.path)
+        except Exception as error:
+            raise _typed(self.uri, error) from error
+        with self._lock:
+            if not self._closed:
+                self._access = access
+                return access
+        access.close()
+        raise Unavailable(f"{self.uri}: the source was closed while it was opened")
 
 
 def _typed(uri: str, error: Exception) -> SllmError:
@@ -113,14 +130,14 @@ def _typed(uri: str, error: Exception) -> SllmError:
 class _Access:
     """What botocore resolved: client, address of the prefix, region and credentials to sign with."""
 
-    def __init__(self, bucket: str, prefix: str, uri: str) -> None:
+    def __init__(self, uri: str, bucket: str, prefix: str, path: str) -> None:
         import boto3
         from botocore.config import Config
 
         session = boto3.Session()
         config = Config(connect_timeout=10, read_timeout=60, retries={"max_attempts": 4}, signature_version="s3v4")
         self.client: Any = session.client("s3", config=config)
-        self._uri, self._credentials = uri, session.get_credentials()
+        self._credentials = session.get_credentials()
         self._signed: Any = None
         """The keys that were signed with last."""
         # The one public way to botocore's endpoint rules: region redirects, addressing style, access points.
@@ -129,35 +146,57 @@ class _Access:
         scope = _SCOPE.search(query)
         self._region = scope["region"] if scope else self.client.meta.region_name
         self.base = address.removesuffix("-")
+        self._uri = uri
+        self._keys = Resolving(self._frozen, f"{uri}: renewed credentials", CREDENTIALS_S)
+        self._others = Resolving(self._found_anew, f"{uri}: other credentials", CREDENTIALS_S)
         self._lock, self._renewed = threading.Lock(), -math.inf
-        self.remote = Remote(path_of(uri), self._sign, remedy=_REMEDY, renew=self._renew)
+        self.remote = Remote(path, self._sign, remedy=_REMEDY, renew=self._renew)
+
+    def close(self) -> None:
+        """End what reads and waits; repeatable."""
+        self._keys.close()
+        self._others.close()
+        self.remote.close()
+        self.client.close()
 
     def _renew(self) -> bool:
         """As ``Remote`` asks for it: keys in files are replaced while this runs, and botocore reads these once."""
-        import boto3
         from botocore.exceptions import BotoCoreError, ClientError
 
         with self._lock:
             if time.monotonic() - self._renewed < RENEWED_S:  # those of a role are others each time that it is asked
                 return True
-            # A file that is just being written; a role that is refused, too.
-            with contextlib.suppress(BotoCoreError, ClientError, OSError):
-                found = boto3.Session().get_credentials()
-                if found is not None and found.get_frozen_credentials() != self._signed:
+            # A file that is just being written; a role that is refused, or that nobody gives, too.
+            with contextlib.suppress(BotoCoreError, ClientError, OSError, Unavailable):
+                if (found := self._others.get()) is not None:
                     self._credentials, self._renewed = found, time.monotonic()
             return time.monotonic() - self._renewed < RENEWED_S
+
+    def _found_anew(self) -> Any:
+        """Credentials, where there are others by now than those that there are."""
+        import boto3
+
+        found = boto3.Session().get_credentials()
+        return None if found is None or found.get_frozen_credentials() == self._signed else found
+
+    def _frozen(self) -> Any:
+        """Renewed by botocore where they are about to expire."""
+        return self._credentials.get_frozen_credentials()
 
     def _sign(self, method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
         """Signature version 4. Frozen credentials are renewed by botocore when they expire: where it gets no others (a
         role that is refused by now, a login that is over), that is as if these had been refused."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
+        from botocore.credentials import RefreshableCredentials
 
+        expires = isinstance(self._credentials, RefreshableCredentials)
+        waits = expires and self._credentials.refresh_needed(_RENEWED_AHEAD_S)
         try:
-            self._signed = keys = self._credentials.get_frozen_credentials()
+            self._signed = keys = self._keys.get() if waits else self._frozen()
         except Exception as error:
             refused = _typed(self._uri, error)
-            if self._renew() or isinstance(refused, Unavailable):
+            if isinstance(refused, Unavailable) or self._renew():
                 raise TryAgain(refused) from error
             raise refused from error
         request = AWSRequest(method, url, headers=dict(headers))

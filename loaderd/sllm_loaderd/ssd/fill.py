@@ -93,7 +93,7 @@ class Fill:
         digest = self._digests[number] if self._digests is not None else None
         offset = number * self._model.index.chunk_bytes
         failure: SllmError | None = None
-        for source in self._sources:
+        for source in sorted(self._sources, key=lambda source: self._paths.doubted(source.path)):
             try:
                 task = await self._do(partial(ReadChunk, number, offset, nbytes, digest, chunk, [source]), PREWARM)
             except SllmError as error:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -45,6 +46,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 Handler = Callable[[Msg], Awaitable[None]]
 
 _CLOSE_S = 2.0
+_AGAIN_S: Final = 60.0
+"""A link that passes small packets alone lets a connection be made, and has it stand still with its first large
+message; it takes 15 s to be given up."""
 
 _PENDING_MESSAGES: Final = 65536
 _PENDING_BYTES: Final = 64 * MIB
@@ -63,6 +67,8 @@ class Bus:
         self._subscriptions: dict[NatsSubscription, Subscription] = {}
         self._outbox = Outbox(self._client, self._tasks)
         self._questions = requests.Questions(self._client)
+        self._stood_still = -math.inf
+        """When it was last given up for its silence."""
         self._closing, self._refused = False, True
         """``_refused``: it was said that NATS refuses this identity; who connects is told so himself."""
 
@@ -321,7 +327,16 @@ class Bus:
     async def _when_disconnected(self) -> None:
         if self._closing:
             return
-        log.warning("NATS is gone; reconnecting")
+        why = self._client.ended_by
+        log.warning("NATS is gone (%s); reconnecting", text(why))
+        if isinstance(why, nats.errors.StaleConnectionError) and not isinstance(why, nats.errors.UnexpectedEOF):
+            now = asyncio.get_running_loop().time()
+            if now - self._stood_still < _AGAIN_S:
+                log.error(
+                    "the connection to NATS stands still again and again: a link that loses large packets does that; "
+                    "compare the MTU of this machine's network with that on the way (`ping -M do -s 1472`, `tracepath`)"
+                )
+            self._stood_still = now
         self._run(self._disconnected, "disconnected")
 
     async def _when_reconnected(self) -> None:

@@ -26,16 +26,25 @@ from sllm_runtime.platform.joining import Joined, JoinSettings
 from sllm_runtime.platform.local import DEFAULT_PORT, Layout, Options
 from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.platform.process import PARENT, die_with_parent, require_calls, tail
-from sllm_runtime.platform.running import Running, read_running, stop_running
+from sllm_runtime.platform.running import RUNNING_FILE, Running, read_running, stop_running
 from sllm_runtime.platform.settings import Settings
 from sllm_runtime.platform.spawned import PoolSettings
 from sllm_runtime.platform.telemetry import configure_logging
 from sllm_runtime.platform.up import Platform, require_disk
 from sllm_runtime.protocol.errors import ErrorBody, InvalidRequest, NotFound, StartFailed
-from sllm_runtime.protocol.profiles import profile_name
+from sllm_runtime.protocol.profiles import LOCK_FILE, PLATFORM_LOCK, PROFILES_FILE, profile_name
 from sllm_runtime.protocol.subjects import is_token
 
 _DOWN_S: Final = 15.0
+_INSIDE: Final = os.R_OK | os.W_OK | os.X_OK
+"""How a directory is used: files are made in it, and replaced."""
+_WRITTEN: Final = os.R_OK | os.W_OK
+_FILES: Final = ((PLATFORM_LOCK, _WRITTEN), (RUNNING_FILE, os.R_OK), ("logs/*", _WRITTEN), ("nats/*.log*", _WRITTEN),
+                 ("nodes/*/loaderd/lock", _WRITTEN))  # fmt: skip
+"""Those that are opened as they are; others are replaced whole, for which it takes their directory alone."""
+_TREES: Final = (("nats/jetstream", _WRITTEN), ("nodes/*/loaderd", os.R_OK), ("nodes/*/invoker/bundles", os.R_OK),
+                 ("nodes/*/invoker/proofs", os.R_OK), ("nodes/*/invoker/logs", _WRITTEN))  # fmt: skip
+"""What nobody but a daemon of the platform writes: of a stream that NATS cannot read it would begin a new one."""
 
 Nodes = Annotated[int, typer.Option("--nodes", min=0, max=64, help="Nodes on this machine; they share nothing.")]
 Gateways = Annotated[int, typer.Option("--gateways", min=1, max=16, help="Gateways, on consecutive ports.")]
@@ -46,7 +55,10 @@ Controllers = Annotated[
 Port = Annotated[
     int, typer.Option("--port", envvar="SLLM_PORT", min=0, max=65535, help="Of the first gateway; 0: any free port.")
 ]
-Host = Annotated[str, typer.Option("--host", help="Address that the gateways listen on.")]
+Host = Annotated[
+    str,
+    typer.Option("--host", envvar="SLLM_HOST", help="Address that the gateways listen on, or a name of this machine."),
+]
 Data = Annotated[Path | None, typer.Option("--data", help="Where everything is kept (default: <SLLM_HOME>/run).")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Return when ready; `sllm down` stops it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -96,6 +108,8 @@ def up(
     )
     for directory in (options.home, options.data):
         _require_writable(directory)
+    for name, wanted in ((LOCK_FILE, _WRITTEN), (PROFILES_FILE, os.R_OK)):
+        _require_access(options.home / name, wanted, options.home / name)
     _require_own(options.data)
     if warning := require_disk(options):
         _note(warning)
@@ -170,6 +184,8 @@ def down(context: typer.Context, data: Data = None, as_json: Json = False) -> No
     _refuse_flags("down", context.find_root().params, "url", "token", "profile")
     settings = Settings.load()
     directory = (data or settings.home / "run").absolute()
+    for path, wanted in ((directory, os.R_OK | os.X_OK), (directory / RUNNING_FILE, os.R_OK)):
+        _require_access(path, wanted, directory)  # else one that runs would be none
     running = read_running(directory)
     if running is None:
         raise NotFound(f"no platform runs on {directory}")
@@ -221,18 +237,36 @@ def _require_writable(directory: Path) -> None:
 
 
 def _require_own(data: Path) -> None:
-    """Raises ``InvalidRequest`` for a directory of the platform's in there that this user can do nothing in; of secrets
-    who asks for one is told."""
+    """Raises ``InvalidRequest`` for what the platform has in there and this user can do nothing with; of secrets who
+    asks for one is told."""
+    for path, wanted in _kept(data):
+        _require_access(path, wanted, data)
+
+
+def _kept(data: Path) -> Iterator[tuple[Path, int]]:
+    """What is opened in there, and how: what lies above first. What has another name is nobody's matter: a disk that is
+    mounted there has a `lost+found`, a filer's a `.snapshot`."""
     for pattern in ("logs/", "nats/", "nats/*/", "nodes/", "nodes/*/", "nodes/*/*/", "pool/"):
-        for path in sorted(data.glob(pattern)):
-            # A disk that is mounted there has a `lost+found`, a filer's a `.snapshot` with more in it.
-            ours = all(map(is_token, path.relative_to(data).parts))
-            if ours and path.is_dir() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                raise InvalidRequest(
-                    f"{path} belongs to user {path.stat().st_uid} and user {os.getuid()} cannot use it: this platform"
-                    " was started by another user, or is a copy that lost its owners;"
-                    f" `chown -R {os.getuid()} {data}`, or start it as that user"
-                )
+        found = (path for path in sorted(data.glob(pattern)) if path.is_dir())
+        yield from ((path, _INSIDE) for path in found if all(map(is_token, path.relative_to(data).parts)))
+    for pattern, wanted in _FILES:
+        yield from ((path, wanted) for path in sorted(data.glob(pattern)) if path.is_file())
+    for pattern, wanted in _TREES:
+        for root in sorted(data.glob(pattern)):
+            for where, directories, files in os.walk(root):
+                directories[:] = sorted(name for name in directories if name != "lost+found" and name[0] != ".")
+                yield from ((Path(where, name), _INSIDE) for name in directories)
+                yield from ((Path(where, name), wanted) for name in sorted(files))
+
+
+def _require_access(path: Path, wanted: int, root: Path) -> None:
+    """Raises ``InvalidRequest`` for what is there and is another user's, who left this one no way to open it."""
+    if os.path.exists(path) and not os.access(path, wanted):
+        raise InvalidRequest(
+            f"{path} belongs to user {path.stat().st_uid} and user {os.getuid()} cannot use it: this platform"
+            " was started by another user, or is a copy that lost its owners;"
+            f" `chown -R {os.getuid()} {root}`, or do this as that user"
+        )
 
 
 def _require_temporary() -> None:

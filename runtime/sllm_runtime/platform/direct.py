@@ -48,6 +48,8 @@ class DirectClient(Client):
         self._listeners: dict[int, Listener] = {}
         self.heard = 0
         """Messages and answers to pings that came."""
+        self.ended_by: Exception | None = None
+        """What the last connection has ended by."""
         self.renewed: Callable[[], ssl.SSLContext | None] = lambda: None
         """TLS by its files, where these are others than they were."""
 
@@ -127,6 +129,12 @@ class DirectClient(Client):
         if "BEGIN NATS USER JWT" not in said:
             raise nats.errors.Error("nats: the credentials are none (no JWT)")
         return bytearray(super()._read_creds_user_jwt(said))
+
+    async def _process_op_err(self, e: Exception) -> None:
+        """Remembered: nats-py tells nobody who connects anew why he has to."""
+        if self.is_connected:
+            self.ended_by = e
+        await super()._process_op_err(e)
 
     async def _attempt_reconnect(self) -> None:
         """Without what the old connection has not taken: nats-py would wait until that is sent, and the kernel goes on

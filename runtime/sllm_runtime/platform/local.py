@@ -178,7 +178,7 @@ def _private_directory(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{path} belongs to somebody else; remove it or choose a shorter --data")
+        raise InvalidRequest(f"{path} belongs to somebody else; remove it or choose a shorter --data", field="data")
 
 
 def node_specs(layout: Layout, name: str, drain_s: float, environment: Mapping[str, str]) -> list[ChildSpec]:
@@ -222,6 +222,7 @@ def specs(
             "SLLM_GATEWAY": name,
             "SLLM_HOST": options.host,
             "SLLM_PORT": str(port),
+            "SLLM_GATEWAYS": str(len(options.ports)),
             "SLLM_TOKEN_FILE": str(layout.token),
             **store,
             **bundles,

@@ -21,6 +21,8 @@ from sllm_runtime.protocol.profiles import PLATFORM_LOCK
 
 log = logging.getLogger(__name__)
 
+RUNNING_FILE: Final = "up.json"
+"""In a platform's data directory: who runs there."""
 _KILLED_S: Final = 15.0
 
 
@@ -62,26 +64,26 @@ class Lock:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        (self.data / "up.json").unlink(missing_ok=True)
+        (self.data / RUNNING_FILE).unlink(missing_ok=True)
         if self._fd is not None:
             os.close(self._fd)
 
     def write(self, running: Running) -> None:
         """Say who runs here."""
-        write_private(self.data / "up.json", msgspec.json.encode(running).decode())
+        write_private(self.data / RUNNING_FILE, msgspec.json.encode(running).decode())
 
     def changed(self, running: Running) -> None:
         """``write``, while it runs: on a disk that is full, say, what was said before stays until the next change."""
         try:
             self.write(running)
         except OSError as error:
-            log.warning("%s cannot be written: %s", self.data / "up.json", error)
+            log.warning("%s cannot be written: %s", self.data / RUNNING_FILE, error)
 
 
 def read_running(data: Path) -> Running | None:
     """The platform that runs on ``data``, or ``None``; what a killed one left behind counts as none."""
     try:
-        running = msgspec.json.decode((data / "up.json").read_bytes(), type=Running)
+        running = msgspec.json.decode((data / RUNNING_FILE).read_bytes(), type=Running)
     except (OSError, msgspec.MsgspecError):
         return None
     return running if running.started is not None and start_time(running.pid) == running.started else None

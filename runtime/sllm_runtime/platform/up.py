@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Mapping
 
@@ -18,6 +16,7 @@ from sllm_runtime.platform.chronicle import Chronicle
 from sllm_runtime.platform.daemon import ready
 from sllm_runtime.platform.disk import DiskWatch, free, require_room
 from sllm_runtime.platform.lifetime import Stop, keep, reap
+from sllm_runtime.platform.listening import bound, is_nobodys
 from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, drain_s, prepare, reached, specs
 from sllm_runtime.platform.nats_server import LEAST_STORE, EmbeddedNats
 from sllm_runtime.platform.owned import Tasks
@@ -196,14 +195,13 @@ def require_port(host: str, port: int) -> None:
     machine's, or nobody's."""
     if not host:  # which would be any of them, and none that can be asked
         raise InvalidRequest("--host is empty; leave it out, or name an address of this machine", field="host")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        for probe in bound(host, port):
+            probe.close()
     except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            raise InvalidRequest(f"--host {host!r} is no address of this machine", field="host") from error
+        if is_nobodys(error):
+            text = f"--host {host!r} is no address of this machine; give one that it has by --host or SLLM_HOST"
+            raise InvalidRequest(text, field="host") from error
         raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port") from error
 
 

@@ -343,7 +343,7 @@ class World:
 @asynccontextmanager
 async def _serving(nats: Nats, settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient, str]]:
     """A gateway on a real port, a client of it, and its URL."""
-    listener = listen(settings)
+    (listener,) = listen(settings)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     tasks = Tasks(f"http {settings.gateway}")
     try:

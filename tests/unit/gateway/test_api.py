@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -52,6 +53,7 @@ from sllm_runtime.protocol.node import (
 )
 from sllm_runtime.protocol.records import FunctionRecord, InstanceRecord, ModelRecord, VersionRecord
 from sllm_runtime.protocol.states import CallState, InstanceState, VersionState
+from tests.fixtures.named import named, needs_ipv6
 from tests.fixtures.nats import CONTROLLER, GATEWAY, GATEWAY_2, NODE, Nats, stored
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, World, entry, hang, manifest, world
@@ -142,6 +144,25 @@ def test_heartbeats_that_come_too_late_for_clients_are_refused() -> None:
 def test_a_wrong_host_is_not_put_down_to_the_port(host: str) -> None:
     with pytest.raises(InvalidRequest, match="SLLM_HOST"):
         listen(GatewaySettings.load({"SLLM_HOST": host}))
+
+
+@needs_ipv6
+@pytest.mark.parametrize("addresses", [["::1"], ["::1", "127.0.0.1"], ["192.0.2.1", "127.0.0.1"]])
+def test_a_name_is_heard_at_each_address_that_it_has_on_this_machine(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which of them a caller comes his resolver says. A name with addresses of IPv6 alone was no address of this
+    machine, and one with both was heard at the other."""
+    named(monkeypatch, "box", *addresses)
+    found = listen(GatewaySettings.load({"SLLM_HOST": "box", "SLLM_PORT": "0"}))
+    try:
+        assert [each.getsockname()[0] for each in found] == [each for each in addresses if each != "192.0.2.1"]
+        assert len({each.getsockname()[1] for each in found}) == 1
+        for each in found:
+            socket.create_connection(each.getsockname()[:2], timeout=GIVE_UP_S).close()
+    finally:
+        for each in found:
+            each.close()
 
 
 async def test_a_deployment_tells_its_progress_and_its_result(nats: Nats) -> None:

@@ -139,7 +139,8 @@ def test_another_port_that_is_taken_is_named_by_its_own_setting() -> None:
 
 def test_callers_that_vanish_are_noticed_while_nothing_is_sent() -> None:
     """Whose network is gone says nothing more, and an answer in one piece is written at its end alone."""
-    with listen(GatewaySettings.load({}, port=0)) as listener, socket.create_connection(listener.getsockname()):
+    (made,) = listen(GatewaySettings.load({}, port=0))
+    with made as listener, socket.create_connection(listener.getsockname()):
         caller, _ = listener.accept()
         with caller:
             assert caller.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

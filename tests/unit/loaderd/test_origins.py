@@ -20,6 +20,8 @@ from sllm_loaderd.convert.child import bring
 from sllm_loaderd.convert.child_messages import ChildOutcome
 from sllm_loaderd.origins import SourceRecord
 from sllm_loaderd.reader import ChunkSource
+from sllm_loaderd.sources import s3
+from sllm_loaderd.sources.resolving import Resolving
 from sllm_loaderd.store import ModelStore, StoredModel
 from sllm_runtime.protocol.errors import (
     Conflict,
@@ -33,7 +35,8 @@ from sllm_runtime.protocol.errors import (
 from sllm_runtime.protocol.loader import DISK
 from tests.fixtures.loaderd import SMALL_CHUNK, numbers_model, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
-from tests.fixtures.sources import object_store, s3_settings
+from tests.fixtures.sources import KEYS, KeyProgram, object_store, s3_settings
+from tests.fixtures.waiting import until
 
 
 @pytest.fixture
@@ -111,6 +114,68 @@ def test_keys_of_an_object_store_that_are_replaced_in_their_file_open_it_at_once
                 have("SECRET")
                 with sources(model) as (remote,):
                     assert content(remote, model) == (directory / "partition_0.bin").read_bytes()
+
+
+@pytest.mark.parametrize("when", ["at first", "as they expire"])
+async def test_keys_that_do_not_come_hold_no_reader_up(
+    published: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """botocore waits for the program that is to print them for as long as that hangs; so did every reader of the store,
+    and nobody came to its next source."""
+    directory, digest = published
+    program, made = KeyProgram(tmp_path / "keys"), list[Resolving[Any]]()
+
+    def resolving(find: Callable[[], Any], what: str, within_s: float) -> Resolving[Any]:
+        made.append(Resolving(find, what, within_s))
+        return made[-1]
+
+    monkeypatch.setattr(s3, "Resolving", resolving)
+    with object_store(tmp_path / "served") as endpoint, store(tmp_path / "data") as models:
+        for name in KEYS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in program.settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        register(models, "s3://bucket/tiny")
+        with contextlib.closing(models.open(digest)) as model, sources(model) as (remote,):
+            whole = (directory / "partition_0.bin").read_bytes()
+            if when == "as they expire":
+                assert content(remote, model) == whole
+            program.hang()
+            for each in made:
+                each._within_s = 0.2
+            begun = program.begun
+            try:
+                for _ in range(3):
+                    with pytest.raises(Unavailable, match=r"credentials did not come within 0\.2 s"):
+                        content(remote, model)
+                assert program.begun - begun <= 1, "beside one that hangs no other is begun"
+            finally:
+                program.let_go()
+
+            def comes() -> bool:
+                with contextlib.suppress(Unavailable):
+                    return content(remote, model) == whole
+                return False
+
+            await until(comes, what="it goes on by itself")
+
+
+async def test_a_program_that_gives_no_keys_is_told_as_that(
+    published: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that there were expire; it was a bug of loaderd's that could not be tried again."""
+    program = KeyProgram(tmp_path / "keys")
+    with object_store(tmp_path / "served") as endpoint, store(tmp_path / "data") as models:
+        for name in KEYS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in program.settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        register(models, "s3://bucket/tiny")
+        with contextlib.closing(models.open(published[1])) as model, sources(model) as (remote,):
+            content(remote, model)
+            program.breaks()
+            with pytest.raises(Unavailable, match="check endpoint and credentials"):
+                content(remote, model)
 
 
 @pytest.mark.parametrize("how", ["cannot be had", "are others each time"])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sllm_loaderd import paths as sllm_paths
+from sllm_loaderd.doubt import FIRST_S, LONGEST_S, Doubt
 from sllm_loaderd.files import chunk_digest
 from sllm_loaderd.path_queue import Bandwidth, PathQueue
 from sllm_loaderd.paths import Paths, sooner
@@ -242,6 +243,64 @@ def test_a_path_that_fails_has_no_bandwidth_by_it(bench: Bench) -> None:
         assert path.bandwidth.value == 0
     finally:
         path.close()
+
+
+class Down(GatedSource):
+    """Nothing comes from there."""
+
+    def read(self, view: memoryview, offset: int) -> str:
+        super().read(view, offset)
+        raise Unavailable("it is down")
+
+
+def test_what_waits_for_a_path_that_fails_goes_to_another_one_and_it_is_left_alone(bench: Bench) -> None:
+    """Each chunk that is asked of a peer that is cut off takes all of a reader's patience, at each load anew."""
+    now = [0.0]
+    down, other = Down("peer a"), bench.other
+    with contextlib.closing(Paths(lambda path: 1, lambda: now[0])) as paths:
+
+        def put(*numbers: int, sources: tuple[ChunkSource, ...] = (down, other)) -> None:
+            paths.put([bench.task(number, sources=sources) for number in numbers], 0)
+
+        put(0, 1, 2, 3, 4, 5)
+        assert down.began.get(timeout=WAIT) == 0
+        down.gate.set()
+        number, error = bench.ended.get(timeout=WAIT)
+        assert (number, type(error)) == (0, Unavailable)
+        other.gate.set()
+        assert dict(bench.ended.get(timeout=WAIT) for _ in range(5)) == dict.fromkeys(range(1, 6))
+        put(6, 7)
+        assert dict(bench.ended.get(timeout=WAIT) for _ in range(2)) == {6: None, 7: None}
+        assert down.began.empty()
+        put(8, sources=(down,))
+        assert isinstance(bench.ended.get(timeout=WAIT)[1], Unavailable), "nobody else has it"
+        assert down.began.get(timeout=WAIT) == 8
+        assert paths.doubted("peer a")
+        now[0] += FIRST_S
+        assert not paths.doubted("peer a")
+        put(9)
+        assert isinstance(bench.ended.get(timeout=WAIT)[1], Unavailable)
+        assert down.began.get(timeout=WAIT) == 9
+        now[0] += FIRST_S
+        assert paths.doubted("peer a"), "for twice as long"
+
+
+def test_a_path_that_is_down_for_long_is_asked_seldom_and_one_that_serves_is_in_no_doubt() -> None:
+    doubt, now = Doubt(), 0.0
+    pauses = []
+    for _ in range(8):
+        assert doubt.failed(now)
+        assert not doubt.failed(now), "with the first that fails others do"
+        pauses.append(doubt.pause_s)
+        now += doubt.pause_s
+        assert not doubt.holds(now)
+    assert pauses[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
+    assert max(pauses) == pauses[-1] == LONGEST_S
+    assert doubt.failed(now)
+    doubt.served()
+    assert not doubt.holds(now)
+    assert doubt.failed(now)
+    assert doubt.pause_s == FIRST_S
 
 
 def test_of_too_many_paths_those_in_use_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

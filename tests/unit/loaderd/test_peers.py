@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import http.server
+import shutil
 import socket
 import threading
 import time
@@ -24,7 +25,8 @@ from sllm_runtime.platform.nats_server import free_port
 from sllm_runtime.protocol.checkpoint import partition_name
 from sllm_runtime.protocol.errors import DigestMismatch, Forbidden, ModelNotFound, SllmError, Unavailable
 from sllm_runtime.protocol.loader import CONVERT_NEVER
-from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, small_checkpoint
+from tests.fixtures.loaderd import LoaderProcess, loaded, loaderd, numbers_model, same, small_checkpoint
+from tests.fixtures.range_server import range_server
 from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.invoker.test_no_descriptors import no_descriptors
 
@@ -88,6 +90,30 @@ async def test_a_model_goes_from_node_to_node(tmp_path: Path) -> None:
         await two.control.evict(digest)
         with pytest.raises(SllmError, match="not on this node"):
             await loaded(two, digest)
+
+
+async def test_a_peer_that_nothing_comes_from_is_asked_for_one_chunk_of_a_model_that_others_have(
+    tmp_path: Path,
+) -> None:
+    """It is cut off from this node alone, or large packets vanish on the way: each chunk took all of its reader's
+    patience."""
+    checkpoint, digest = small_checkpoint(tmp_path / "model", layers=16)
+    arrays = numbers_model(tmp_path / "again", layers=16)
+    shutil.copytree(checkpoint, tmp_path / "peer" / "models" / digest.removeprefix("sha256:"))
+    with range_server(tmp_path / "peer") as peer, range_server(tmp_path / "model") as origin:
+        async with loaderd(tmp_path / "two", ssd_bytes=0, remote_threads=1) as two:
+            assert (await two.control.register(f"{origin.url}/checkpoint")).model == digest
+            assert (await two.control.register(f"peer://127.0.0.1:{peer.server_port}/{digest}")).model == digest
+            peer.script.extend(["cut 0"] * 1000)
+            asked = len(peer.ranges)
+            same(await loaded(two, digest), arrays)
+            assert len(set(peer.ranges[asked:])) == 1
+            asked = len(peer.ranges)
+            await two.control.evict(digest)
+            origin.script.extend(["cut 0"] * 1000)
+            with pytest.raises(Unavailable):  # it is asked where nobody else gives it
+                await loaded(two, digest, "another")
+            assert len(peer.ranges) > asked
 
 
 async def test_what_one_node_loaded_as_it_was_another_takes_from_its_memory(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from sllm_runtime.protocol.errors import Conflict, Forbidden, SllmError
 from tests.fixtures.loaderd import SMALL_CHUNK, loaded, loaderd, numbers_model, same, small_checkpoint
 from tests.fixtures.range_server import RangeServer, range_server
-from tests.fixtures.sources import object_store, s3_settings
+from tests.fixtures.sources import KEYS, KeyProgram, object_store, s3_settings
 from tests.fixtures.waiting import GIVE_UP_S, until
 
 WAIT = GIVE_UP_S
@@ -162,3 +162,27 @@ async def test_stopping_does_not_wait_for_a_server_that_hangs(
         with pytest.raises(SllmError):
             await load
         assert await asyncio.to_thread(daemon.process.wait, WAIT / 3) == 0
+
+
+async def test_stopping_does_not_wait_for_keys_that_do_not_come(
+    published: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = KeyProgram(tmp_path / "keys")
+    with object_store(tmp_path / "served") as endpoint:
+        for name in KEYS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in program.settings(endpoint).items():
+            monkeypatch.setenv(name, value)
+        try:
+            async with loaderd(tmp_path) as daemon:
+                info = await daemon.control.register("s3://bucket/tiny")
+                begun = program.begun
+                program.hang()
+                load = asyncio.create_task(daemon.control.prefetch(info.model))
+                await until(lambda: program.begun > begun, what="keys are asked for")
+                daemon.process.terminate()
+                with pytest.raises(SllmError):
+                    await load
+                assert await asyncio.to_thread(daemon.process.wait, WAIT / 3) == 0
+        finally:
+            program.let_go()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import inspect
 
-from sllm_loaderd import eviction, path_queue, pool, prefaulting, probe
+from sllm_loaderd import doubt, eviction, path_queue, pool, prefaulting, probe
 from sllm_loaderd.convert import direct
 from sllm_loaderd.daemon import holders, keeper, measuring, registration, sandbox, service
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_loaderd.peer import server, signature
-from sllm_loaderd.sources import attempts, fetch
+from sllm_loaderd.sources import attempts, fetch, s3
 from sllm_loaderd.ssd import fill
 from sllm_runtime.protocol import limits, loader
 from tests.fixtures.said import unkept
@@ -58,6 +58,11 @@ LOADERD = [
     ("is waited for, at most 10 s (then `unavailable`)", 10.0, 2 * registration._STOP_S),
     ("more than 256 requests of one control connection at once", 256, loader.MOST_REQUESTS),
     ("or for more than 64 at once", 64, sandbox._MOST_LOADS),
+    ("(five tries of 10 s for a connection, of 20 s for silence: 50 to 105 s)", (5, 10.0, 20.0),
+     (PATIENCE.attempts, PATIENCE.connect_s, PATIENCE.stall_s)),
+    ("for 30 s, twice as long after each failure that follows, at most ten minutes", (30.0, 600.0),
+     (doubt.FIRST_S, doubt.LONGEST_S)),
+    ("`unavailable` after 30 s for who waits for it", 30.0, s3.CREDENTIALS_S),
 ]  # fmt: skip
 
 

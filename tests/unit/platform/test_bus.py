@@ -592,6 +592,28 @@ async def test_what_a_silent_connection_has_not_taken_keeps_nobody_from_a_new_on
         await until(lambda: 1000 in got)
 
 
+async def test_a_link_that_loses_large_packets_is_left_and_named(
+    nats: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection is made, and small messages pass: of the first large one no packet arrives, nor of what comes
+    behind."""
+    monkeypatch.setattr(connection, "_PING_S", 0.2)
+    gateway = await nats.bus(GATEWAY)
+    got: list[int] = []
+    await gateway.subscribe(subjects.frames(GATEWAY, NODE), Ping, lambda m, _: got.append(m.n))
+    async with behind_a_relay(nats, NODE) as (node, relay, back):
+        relay.most = 4096
+        for n in (1, 2):
+            assert "MTU" not in caplog.text
+            back.clear()
+            node.publish_now(subjects.frames(GATEWAY, NODE), Ping(-n, bytes(200_000)))
+            await until(back.is_set, what="it is connected anew")
+            node.publish_now(subjects.frames(GATEWAY, NODE), Ping(n))
+            await until(lambda n=n: got[-1:] == [n])  # type: ignore[misc]
+    assert "NATS is gone (nats: stale connection)" in caplog.text
+    assert "MTU" in caplog.text
+
+
 async def test_the_server_gives_up_a_connection_that_went_silent(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a gateway that has come back by another connection the one before is asked for bundles as well, in its turn,
     and nobody hears that: not for longer than the gateway itself took to find out."""

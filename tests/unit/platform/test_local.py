@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_gateway.settings import GatewaySettings
 from sllm_invoker.settings import InvokerSettings
 from sllm_loaderd.daemon.settings import LoaderSettings
 from sllm_runtime.platform import control_groups
@@ -19,7 +20,8 @@ from sllm_runtime.platform.local import Layout, Options, node_specs, prepare, sp
 from sllm_runtime.platform.supervise import ChildSpec
 from sllm_runtime.platform.up import Platform, require_port, token
 from sllm_runtime.protocol import subjects
-from sllm_runtime.protocol.errors import InvalidRequest
+from sllm_runtime.protocol.errors import Conflict, InvalidRequest
+from tests.fixtures.named import named, needs_ipv6
 
 
 def options(data: Path, nodes: int = 1, gateways: int = 1, **others: Any) -> Options:
@@ -197,6 +199,17 @@ def test_of_what_each_of_several_nodes_has_its_pool_takes_half(
         assert LoaderSettings.load(found[f"loaderd-{name}"].env).pool_bytes == each // 2
 
 
+def test_several_gateways_share_what_one_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four took a quarter each for bodies and a quarter each for answers: twice the machine."""
+    monkeypatch.setattr("sllm_gateway.settings.memory", lambda: 64 * 2**30)
+    for count in (1, 4):
+        found = made(options(tmp_path / str(count), gateways=count))
+        each = [GatewaySettings.load(found[f"gateway-g{number + 1}"].env) for number in range(count)]
+        assert sum(settings.all_bodies() for settings in each) == 16 * 2**30
+        assert sum(settings.all_outputs() for settings in each) == 16 * 2**30
+    assert GatewaySettings.load({"SLLM_GATEWAYS": "4", "SLLM_BODIES": str(2**30)}).all_bodies() == 2**30
+
+
 def test_nodes_that_stop_with_their_platform_wait_for_nobody_to_move_what_they_run(tmp_path: Path) -> None:
     """The controller has ended before them: they would be killed, and be in the middle of it."""
     spec = made(options(tmp_path / "run"), {"SLLM_NODE_DRAIN": "30"})["invoker-n1"]
@@ -238,6 +251,19 @@ def test_what_is_no_address_of_this_machine_is_no_matter_of_the_port(host: str) 
     """An empty one, as of a variable that is not set, would be waited for until the gateway had to be ready."""
     with pytest.raises(InvalidRequest, match="--host"):
         require_port(host, 0)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("addresses", [["::1"], ["::1", "127.0.0.1"], ["192.0.2.1", "::1"]])
+def test_a_name_of_this_machine_is_one_by_whatever_addresses(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(monkeypatch, "box", *addresses)
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as there:
+        port = there.getsockname()[1]
+        with pytest.raises(Conflict, match=f"box:{port}"):
+            require_port("box", port)
+    require_port("box", 0)
 
 
 def test_nor_is_one_of_a_family_that_this_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from sllm_runtime.protocol.limits import LEAST_FILES, MIB
 from tests.fixtures.refused import refusing
 from tests.fixtures.waiting import GIVE_UP_S
 
+UP = ["-m", "sllm_runtime.platform", "up", "--port", "0", "--json"]
 FILTERED = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
 
 
@@ -59,6 +60,13 @@ def test_doctor_names_what_is_refused(tmp_path: Path, call: str, check: str) -> 
     code = f"from sllm.doctor import kernel, storage; print({check}().level)"
     done = sllm("-c", code, refused={call: errno.ENOSYS}, home=tmp_path)
     assert done.stdout.strip() == "failure", done.stderr
+
+
+def test_up_listens_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the port: it was not looked at, and nobody was told."""
+    monkeypatch.setenv("SLLM_HOST", "192.0.2.1")
+    error = json.loads(sllm(*UP, refused={}, home=tmp_path).stderr.splitlines()[-1])["error"]
+    assert (error["code"], "192.0.2.1" in error["message"]) == ("invalid_request", True)
 
 
 def test_no_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,36 +155,86 @@ async def test_inodes_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert disk.shortage(tmp_path) == ""
 
 
-@pytest.mark.parametrize("inner", ["logs", "nats/jetstream", "nodes/n1/loaderd"])
+def as_nobody_in_particular(words: list[str], home: Path) -> subprocess.CompletedProcess[str]:
+    """As somebody whom the modes of files keep out, also where the tests are root's."""
+    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if not os.getuid() else []
+    return subprocess.run(
+        [*plain, sys.executable, *words], env={**os.environ, "SLLM_HOME": str(home)}, capture_output=True, text=True,
+        timeout=GIVE_UP_S,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", ["logs", "nats/jetstream", "nodes/n1/loaderd", "nodes/n1/loaderd/models/0f"])
 def test_what_is_another_users_in_the_data_directory_is_named(tmp_path: Path, inner: str) -> None:
     """As of a copy that lost its owners, and after one `sudo sllm up`."""
     (tmp_path / "run" / inner).mkdir(parents=True)
     (tmp_path / "run" / inner).chmod(0)
-    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if not os.getuid() else []
-    words = [*plain, sys.executable, "-m", "sllm_runtime.platform", "up", "--nodes", "1", "--port", "0", "--json"]
     try:
-        done = subprocess.run(
-            words, env={**os.environ, "SLLM_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=GIVE_UP_S
-        )
+        done = as_nobody_in_particular([*UP, "--nodes", "1"], tmp_path)
     finally:
         (tmp_path / "run" / inner).chmod(0o700)
-    error = json.loads(done.stderr.splitlines()[-1])["error"]
-    assert (error["code"], str(tmp_path / "run" / inner) in error["message"]) == ("invalid_request", True)
-    assert "chown" in error["message"]
+    is_named(done, tmp_path / "run" / inner)
 
 
 @pytest.mark.parametrize(
     "inner",
-    ["nats/lost+found", "nodes/lost+found", "nodes/n1/lost+found", "nats/.snapshot", "nodes/.snapshot/daily"],
+    [
+        "profiles.toml",
+        "profiles.lock",
+        "run/up.lock",
+        "run/up.json",
+        "run/logs/controller.log",
+        "run/logs/up.log",
+        "run/nats/nats.log",
+        "run/nats/jetstream/$G/streams/KV_sllm_state/msgs/1.blk",
+        "run/nodes/n1/loaderd/lock",
+        "run/nodes/n1/loaderd/models/0f/index.json",
+        "run/nodes/n1/invoker/proofs/0f.json",
+    ],
+)
+def test_a_file_that_is_another_users_is_named(tmp_path: Path, inner: str) -> None:
+    """After one `sudo sllm up` in the directories of who comes again without."""
+    (tmp_path / inner).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / inner).touch(mode=0)
+    how = ["--detach"] if inner.endswith("up.log") else []
+    is_named(as_nobody_in_particular([*UP, "--nodes", "1", *how], tmp_path), tmp_path / inner)
+
+
+def is_named(done: subprocess.CompletedProcess[str], path: Path) -> None:
+    error = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert (error["code"], str(path) in error["message"]) == ("invalid_request", True), error
+    assert "chown" in error["message"]
+
+
+def test_a_platform_of_another_user_is_not_none(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "up.json").touch(mode=0)
+    is_named(
+        as_nobody_in_particular(["-m", "sllm_runtime.platform", "down", "--json"], tmp_path),
+        tmp_path / "run" / "up.json",
+    )
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "nats/lost+found",
+        "nats/jetstream/lost+found",
+        "nodes/lost+found",
+        "nodes/n1/lost+found",
+        "nodes/n1/loaderd/lost+found",
+        "nats/.snapshot",
+        "nodes/.snapshot/daily",
+        "nodes/n1/invoker/work/left-by-a-container",
+    ],
 )
 def test_what_is_not_the_platforms_there_is_nobodys_matter(tmp_path: Path, inner: str) -> None:
     """Of a disk that is mounted there: root's, and no business of ours."""
     (tmp_path / inner).mkdir(parents=True)
     (tmp_path / inner).chmod(0)
-    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if not os.getuid() else []
     code = "import sys, pathlib, sllm_runtime.platform.commands as c; c._require_own(pathlib.Path(sys.argv[1]))"
     try:
-        done = subprocess.run([*plain, sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+        done = as_nobody_in_particular(["-c", code, str(tmp_path)], tmp_path)
     finally:
         (tmp_path / inner).chmod(0o700)
     assert done.returncode == 0, done.stderr

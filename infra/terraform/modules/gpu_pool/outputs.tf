@@ -13,6 +13,7 @@ output "controller_settings" {
     SLLM_NODES_MEMORY  = local.shape.memory
     SLLM_NODES_GPUS    = local.shape.gpus
     SLLM_NODES_LABELS  = local.labels
+    SLLM_NODES_BOOT    = tostring(min(180, floor(var.boot_timeout_s / 2))) # less than what it is given up after
     SLLM_NODES_LOST    = tostring(var.boot_timeout_s)
     SLLM_NODES_SANDBOX = lookup(var.settings, "SLLM_SANDBOX", "process")
   }

@@ -58,6 +58,13 @@ class ProviderSettings(Settings):
 
     def provider(self) -> NodeProvider | None:
         """The one that is chosen. Raises ``InvalidRequest`` for settings that it cannot work with."""
+        if self.node_provider != "none" and self.nodes_lost <= self.nodes_boot:
+            raise InvalidRequest(
+                f"SLLM_NODES_LOST {self.nodes_lost:g} is not above SLLM_NODES_BOOT {self.nodes_boot:g}, what a node"
+                " takes until it reports: each would be given back before it has come, and another one made; raise"
+                " SLLM_NODES_LOST, or say by SLLM_NODES_BOOT how long a boot takes",
+                field="SLLM_NODES_LOST",
+            )
         if self.node_provider == "processes":
             from sllm_runtime.control.providing.processes import Processes
 

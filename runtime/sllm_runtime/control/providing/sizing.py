@@ -268,7 +268,10 @@ def _given_back(view: View, now: float) -> list[str]:
 
 
 def _why_given(view: View, pool: Pool, name: str) -> str:
-    return "it is empty" if name in pool.record.leaving and _empty(view, name) else "it is silent"
+    if name in pool.record.leaving and _empty(view, name):
+        return "it is empty"
+    lacks = "been heard for" if name in pool.record.seen else "come within"
+    return f"it has not {lacks} {pool.timing.lost:g} s (SLLM_NODES_LOST)"
 
 
 def _removing(view: View, gone: list[str], now: float) -> Step:

@@ -171,3 +171,13 @@ def test_settings_say_what_is_missing_or_wrong() -> None:
     bounds = {"SLLM_NODE_PROVIDER": "processes", "SLLM_NODES_DATA": "/x", "SLLM_NODES_LEAST": "3"}
     with pytest.raises(InvalidRequest, match="SLLM_NODES_LEAST 3 is above SLLM_NODES_MOST 2"):
         ProviderSettings.load(bounds).provider()
+
+
+@pytest.mark.parametrize("lost", ["60", "180"])
+def test_nodes_that_would_be_given_back_before_they_have_come_are_refused(lost: str) -> None:
+    """They would be made and given back for ever, and nothing would ever start."""
+    given = {"SLLM_NODE_PROVIDER": "processes", "SLLM_NODES_DATA": "/x", "SLLM_NODES_LOST": lost}
+    with pytest.raises(InvalidRequest, match=f"SLLM_NODES_LOST {lost} is not above SLLM_NODES_BOOT 180"):
+        ProviderSettings.load(given).provider()
+    assert ProviderSettings.load({**given, "SLLM_NODES_BOOT": "30"}).provider() is not None
+    assert ProviderSettings.load({"SLLM_NODES_LOST": lost}).provider() is None, "nobody makes nodes"

@@ -233,6 +233,8 @@ def test_a_node_that_never_comes_is_given_back_and_another_one_is_made() -> None
     world.wait_for(CHAT, 1)
     world.live_for(TIMING.lost + 20)
     assert any(isinstance(action, Remove) for _, action in world.actions)
+    given = next(event for event in world.told if event.kind == "node.given_back")
+    assert given.message == f"it has not come within {TIMING.lost:g} s (SLLM_NODES_LOST)", "boots may take longer"
     world.boot = 10.0
     world.live_for(TIMING.lost + 60)
     assert len(world.live(CHAT)) == 1
