@@ -163,7 +163,7 @@ def _fate(run: Run, case: str, called: Called) -> Fate:
         again = _called(called.platform, case, ASKS, resumable=False)
         return Fate(again, lambda: kill(again), lambda count: count >= run.rounds)
     if case == APART:
-        return Fate.moving(called, lambda counts: counts.calls >= (1.2 if run.quick else 4) * LEAST)
+        return Fate.moving(called, lambda counts: counts.calls >= (0.4 if run.quick else 4) * LEAST)
     run.settings["migrations"] = wanted
     return Fate.moving(called, lambda counts: counts.migrations >= wanted, wanted)
 

@@ -43,6 +43,8 @@ MIB: Final = 2**20
 ASK: Final = {"prompt": "class Parser", "temperature": 0.8, "seed": 7}
 AT: Final = 300
 """Pieces of A's stream, of an event or more, that are here when B is called."""
+QUICKLY_S: Final = 5.0
+"""In place of SETTLED_S, in a quick run."""
 WAIT_S: Final = 60.0
 KEEP_S: Final = 600.0
 ONE_EACH: Final = {"SLLM_CPU": "1", "SLLM_CPU_OVERCOMMIT": "1", "SLLM_SSD_BYTES": "0", "SLLM_PRELOAD": "engine"}
@@ -78,9 +80,10 @@ def measure(run: Run, case: str, directory: Path) -> None:
 
 
 def _round(run: Run, case: str, number: int, directory: Path, models: Models, tokens: int, total: Sums) -> None:
+    settled_s = QUICKLY_S if run.quick else SETTLED_S
     with contextlib.ExitStack() as stack:
         scenes = {
-            policy: stack.enter_context(_scene(policy, directory / policy, models, tokens))
+            policy: stack.enter_context(_scene(policy, directory / policy, models, tokens, settled_s))
             for policy in in_turn(POLICIES, number)
         }
         for policy, scene in scenes.items():
@@ -113,8 +116,8 @@ class Scene:
 
 
 @contextlib.contextmanager
-def _scene(policy: str, directory: Path, models: Models, tokens: int) -> Iterator[Scene]:
-    with Platform(directory, {**ONE_EACH, "SLLM_POLICY": policy}, nodes=2) as platform:
+def _scene(policy: str, directory: Path, models: Models, tokens: int, settled_s: float) -> Iterator[Scene]:
+    with Platform(directory, {**ONE_EACH, "SLLM_POLICY": policy, "SLLM_SETTLED": str(settled_s)}, nodes=2) as platform:
         _wish(platform, "n2", "cordon")
         running = platform.deploy(CODER, keep_alive=KEEP_S, max_instances=2)
         until = time.monotonic() + WAIT_S
@@ -128,7 +131,7 @@ def _scene(policy: str, directory: Path, models: Models, tokens: int) -> Iterato
         called = Called(platform, running, [{**ASK, "max_tokens": tokens}])
         right = called.right()
         _wish(platform, "n1", "uncordon")
-        yield Scene(models, called, right, started, time.monotonic() + SETTLED_S + 1.0)
+        yield Scene(models, called, right, started, time.monotonic() + settled_s + 1.0)
 
 
 def _wish(platform: Platform, node: str, wish: str) -> dict[str, Any]:
