@@ -180,7 +180,7 @@ class Moves:
     @staticmethod
     async def _still(call: Call, move: Move) -> None:
         """As ``Handover._still``: its cancellation may have been sent to nobody."""
-        if call.move is not move and call.binding is not move.binding:
+        if call.over or (call.move is not move and call.binding is not move.binding):
             raise Cancelled("it has ended, or stays, while there was no connection to ask over")
 
     def _accept(self, call: Call, binding: Binding) -> None:

@@ -261,7 +261,7 @@ class PathQueue:
                     self.running.append(task)
                     self._reading.add(task)
                     return task
-                if not self._changed.wait(timeout=_IDLE_S) and not self._heap:
+                if not self._changed.wait(timeout=_IDLE_S) and not self._heap and not self.doubted:
                     self._threads.remove(threading.current_thread())
                     break
             return None

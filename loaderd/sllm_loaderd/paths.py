@@ -105,8 +105,9 @@ class Paths:
     def _put(self, tasks: Sequence[Task]) -> None:
         first: defaultdict[str, list[Task]] = defaultdict(list)
         others: set[str] = set()
+        doubted = {path for path, queue in self._queues.items() if queue.doubted}
         for task in tasks:
-            able = [path for path in task.paths if not self.doubted(path)] or task.paths
+            able = [path for path in task.paths if path not in doubted] or task.paths
             first[able[0]].append(task)
             others.update(able[1:])
         for path, group in first.items():
@@ -133,9 +134,9 @@ class Paths:
 
     def _steal(self, thief: PathQueue) -> Task | None:
         """A task that waits elsewhere and that ``thief``, which is idle, would finish sooner; the last of its class."""
-        if thief.doubted:
-            return None
         for queue in self._queues.values():
+            if thief.doubted and not queue.doubted:
+                continue
             candidates = queue.shared_with(thief.path) if queue is not thief else []
             urgent = [task for task in candidates if task.priority == candidates[0].priority]
             if urgent and sooner(urgent[-1], bytes_before(urgent[-1], queue.waiting()), queue, thief):

@@ -37,7 +37,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
 
     @staticmethod
     def _lives(owner: asyncio.AbstractEventLoop) -> bool:
-        return owner.is_running()
+        return not owner.is_closed()  # one that rests goes on with its next call
 
     @staticmethod
     def _gate() -> asyncio.Semaphore:

@@ -384,7 +384,7 @@ def test_what_fits_has_a_node_kept_where_others_would_leave_no_room_for_ever(clu
     of them may last, ``busy`` takes no more."""
     memory = node_of(cluster)["memory"] * 3 // 5
     options: dict[str, Any] = {"memory": memory, "concurrency": 2, "keep_alive": 300}
-    deploy(cluster, "gated::gated", name="busy", timeout=3, **options)
+    deploy(cluster, "gated::gated", name="busy", timeout=6, **options)
     deploy(cluster, "gated::gated", name="late", **options)
     calls: list[Future[tuple[list[Any], Trace]]] = []
     gates: list[Path] = []

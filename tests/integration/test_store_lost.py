@@ -13,7 +13,7 @@ import pytest
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.command import here, sllm_json
 from tests.fixtures.deployed import wait
-from tests.fixtures.suspended import suspended
+from tests.fixtures.suspended import suspend, suspended
 from tests.fixtures.waiting import GIVE_UP_S
 
 FUNCTION = """
@@ -39,13 +39,12 @@ def test_nodes_and_gateways_follow_the_controller_of_a_store_that(tmp_path: Path
     with Cluster(tmp_path) as cluster:
         store, copy = cluster.data / "nats" / "jetstream", tmp_path / "copy"
         nats = cluster.pid("nats")
-        os.kill(nats, signal.SIGSTOP)
-        shutil.copytree(store, copy)
-        os.kill(nats, signal.SIGCONT)
+        with suspended(nats):
+            shutil.copytree(store, copy)
         for _ in range(2):  # as it gets in the life of any cluster: each controller has a term of its own
             cluster.wait_restarted("controller", cluster.kill("controller"))
             wait(lambda: cluster.http.get("/readyz").status_code == 200, "a controller leads")
-        os.kill(nats, signal.SIGSTOP)
+        suspend(nats)
         shutil.rmtree(store)
         if how == "is set back":
             shutil.copytree(copy, store)
@@ -74,7 +73,7 @@ def test_a_backup_that_is_put_back_is_obeyed_by_nodes_and_gateways_that_live_on(
         deployed(cluster, tmp_path, "since", "later")
         assert [said(cluster, name) for name in ("kept", "since")] == ["two", "later"]
         nats = cluster.pid("nats")
-        os.kill(nats, signal.SIGSTOP)
+        suspend(nats)
         shutil.rmtree(store)
         shutil.copytree(backup, store)
         os.kill(nats, signal.SIGKILL)

@@ -27,8 +27,10 @@ from sllm_runtime.protocol.loader import path_of
 _REMEDY = "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE …) and their rights"
 CREDENTIALS_S: Final = 30.0
 """What gives credentials may be a program (``credential_process``), for which botocore waits for ever, or a service."""
-_RENEWED_AHEAD_S: Final = 16 * 60
+_RENEWED_AHEAD_S: Final = 15 * 60 + 5
 """botocore renews credentials from 15 minutes before they expire on."""
+_GOOD_S: Final = 60
+"""Those that have so long yet are signed with, where no others come."""
 _SCOPE = re.compile(r"X-Amz-Credential=[^&]*%2F\d{8}%2F(?P<region>[^%&]+)%2Fs3%2Faws4_request")
 
 
@@ -122,6 +124,8 @@ def _typed(uri: str, error: Exception) -> SllmError:
         if status == 404:
             return ModelNotFound(f"{uri} is not there: {error}", field="model")
         return Unavailable(f"{uri}: the object store answered {status}: {error}")
+    if isinstance(error, (RuntimeError, ValueError)):  # what is to give keys gives lapsed ones, or prints anything
+        return Forbidden(f"{uri} cannot be used: {error}; check the endpoint, or {_REMEDY}", field="model")
     if isinstance(error, (BotoCoreError, OSError)):
         return Unavailable(f"{uri} cannot be reached: {error}; check endpoint and credentials")
     raise error
@@ -167,9 +171,9 @@ class _Access:
             if time.monotonic() - self._renewed < RENEWED_S:  # those of a role are others each time that it is asked
                 return True
             # A file that is just being written; a role that is refused, or that nobody gives, too.
-            with contextlib.suppress(BotoCoreError, ClientError, OSError, Unavailable):
+            with contextlib.suppress(BotoCoreError, ClientError, OSError, RuntimeError, ValueError, Unavailable):
                 if (found := self._others.get()) is not None:
-                    self._credentials, self._renewed = found, time.monotonic()
+                    self._credentials, self._signed, self._renewed = found, None, time.monotonic()
             return time.monotonic() - self._renewed < RENEWED_S
 
     def _found_anew(self) -> Any:
@@ -195,10 +199,12 @@ class _Access:
         try:
             self._signed = keys = self._keys.get() if waits else self._frozen()
         except Exception as error:
-            refused = _typed(self._uri, error)
-            if isinstance(refused, Unavailable) or self._renew():
-                raise TryAgain(refused) from error
-            raise refused from error
+            others = not isinstance(error, SllmError) and self._renew()  # beside what hangs nobody else is asked
+            lapse = not expires or self._credentials.refresh_needed(_GOOD_S)
+            if self._signed is None or others or lapse:
+                refused = _typed(self._uri, error)
+                raise (TryAgain(refused) if others or isinstance(refused, Unavailable) else refused) from error
+            keys = self._signed
         request = AWSRequest(method, url, headers=dict(headers))
         S3SigV4Auth(keys, "s3", self._region).add_auth(request)
         return dict(request.headers.items())

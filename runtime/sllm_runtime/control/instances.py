@@ -11,6 +11,7 @@ import msgspec
 from sllm_runtime.control import backoff
 from sllm_runtime.control.fits import need_in, short, total
 from sllm_runtime.control.placement import may_start
+from sllm_runtime.control.scheduling.learned import OVER
 from sllm_runtime.control.scheduling.prediction import Estimate, reading, slowest_link
 from sllm_runtime.control.view import STARTING, Failure, Instance, Refusal, Stop, View
 from sllm_runtime.protocol.errors import ErrorBody, InstanceLost, StartFailed
@@ -115,7 +116,8 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
         alone = not (guess.queue or guess.coming)  # who is served when is no matter of its version
         if there > 0.0:
             learned = learned.missed(key, guess.tier, took - max(seen.sandbox + seen.imports, there) - seen.setup)
-            if alone and (bandwidth or guess.tier != "ssd"):  # what a page cache gives says nothing of a disk
+            cached = guess.tier == "ssd" and (not bandwidth or there < (1.0 - OVER) * read)
+            if alone and not cached:  # what a page cache gives says nothing of a disk
                 learned = learned.led(key, guess.tier, there, read, own)
         elif alone:  # it has no weights, or its engine began before they were there
             learned = learned.missed(key, guess.tier, took - (seen.seconds - seen.release - seen.rest), own)

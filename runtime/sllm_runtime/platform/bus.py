@@ -327,8 +327,8 @@ class Bus:
     async def _when_disconnected(self) -> None:
         if self._closing:
             return
-        why = self._client.ended_by
-        log.warning("NATS is gone (%s); reconnecting", text(why))
+        why, self._client.ended_by = self._client.ended_by, None
+        log.warning("NATS is gone (%s); reconnecting", text(why or self._client.last_error))
         if isinstance(why, nats.errors.StaleConnectionError) and not isinstance(why, nats.errors.UnexpectedEOF):
             now = asyncio.get_running_loop().time()
             if now - self._stood_still < _AGAIN_S:

@@ -261,11 +261,13 @@ def _kept(data: Path) -> Iterator[tuple[Path, int]]:
 
 def _require_access(path: Path, wanted: int, root: Path) -> None:
     """Raises ``InvalidRequest`` for what is there and is another user's, who left this one no way to open it."""
-    if os.path.exists(path) and not os.access(path, wanted):
+    if os.access(path, wanted):
+        return
+    with contextlib.suppress(OSError):  # it is not there; or goes, as one that runs there takes files away
         raise InvalidRequest(
             f"{path} belongs to user {path.stat().st_uid} and user {os.getuid()} cannot use it: this platform"
             " was started by another user, or is a copy that lost its owners;"
-            f" `chown -R {os.getuid()} {root}`, or do this as that user"
+            f" `chown -R {os.getuid()} {root}` (`chmod -R u+rwX {root}` if it is yours), or do this as that user"
         )
 
 

@@ -11,15 +11,26 @@ Choice: TypeAlias = tuple[int, int, int]
 """Level, option and value, as ``setsockopt`` takes them."""
 _NOBODYS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """An address of another machine, or of a family that this kernel does not have."""
+_TRIES: Final = 5
 
 
 def bound(host: str, port: int, choices: Iterable[Choice] = ()) -> list[socket.socket]:
     """A socket for each address of this machine that ``host`` stands for, bound to ``port`` and not listening yet.
 
-    Which family of addresses a caller comes by is his resolver's choice, so a name is heard at all that it has here.
-    ``port`` 0: any free one, the same at all of them. Raises ``OSError``: one of ``is_nobodys`` where none is this
-    machine's.
+    Which family of addresses a caller comes by is his resolver's choice, so a name is heard at all that it has here;
+    its first one is: there who is on this machine looks for it. ``port`` 0: any free one, the same at all of them.
+    Raises ``OSError``: one of ``is_nobodys`` where it is another machine's.
     """
+    for left in reversed(range(_TRIES)):
+        try:
+            return _all(host, port, choices)
+        except OSError as error:
+            if port or not left or error.errno != errno.EADDRINUSE:  # what is free at one may not be at the next
+                raise
+    raise AssertionError("the last try ends")
+
+
+def _all(host: str, port: int, choices: Iterable[Choice]) -> list[socket.socket]:
     found: list[socket.socket] = []
     nobodys: OSError | None = None
     try:
@@ -27,7 +38,7 @@ def bound(host: str, port: int, choices: Iterable[Choice] = ()) -> list[socket.s
             try:
                 found.append(_bound(family, (address[0], port, *address[2:]), choices))
             except OSError as error:
-                if error.errno not in _NOBODYS:
+                if error.errno not in _NOBODYS or (error.errno == errno.EADDRNOTAVAIL and not found):
                     raise
                 nobodys = error
             else:

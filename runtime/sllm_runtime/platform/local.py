@@ -26,6 +26,7 @@ UP: Final = "up"
 """``sllm up`` itself, on the bus."""
 NATS: Final = "nats"
 DEFAULT_PORT: Final = 8600
+METRICS_PORT: Final = "SLLM_METRICS_PORT"
 _LONGEST_DRAIN_S: Final = 3600.0
 _CONTAINERS_END_S: Final = 12.0
 """An engine takes half a second to remove a container, several on a loaded machine, and one after another."""
@@ -217,18 +218,36 @@ def specs(
     nodes = {"SLLM_NAME_WAIT": "0"} | base if server else base
     for name in options.node_names:
         found += _node(options.nodes, layout, nodes, name, name, first=name == options.node_names[0])
-    for name, port in zip(options.gateway_names, options.ports, strict=True):
+    told = metrics_ports(options, environment)
+    for number, (name, port) in enumerate(zip(options.gateway_names, options.ports, strict=True)):
         own = {
             "SLLM_GATEWAY": name,
             "SLLM_HOST": options.host,
             "SLLM_PORT": str(port),
             "SLLM_GATEWAYS": str(len(options.ports)),
             "SLLM_TOKEN_FILE": str(layout.token),
+            **({METRICS_PORT: str(told[number])} if told else {}),
             **store,
             **bundles,
         }
         spec = _daemon(layout, base, f"gateway-{name}", "sllm_gateway", name, 4, own)
         found.append(replace(spec, grace_s=drain_s(environment) + spec.grace_s))
+    return found
+
+
+def metrics_ports(options: Options, environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Where gateways answer probes and metrics alone, if that is asked for: as those of calls, one after the other.
+
+    Raises ``InvalidRequest`` for what is no port, or one of those."""
+    text, count = environment.get(METRICS_PORT) or "", len(options.ports)
+    if not text:
+        return ()
+    first = int(text) if text.isascii() and text.isdigit() else 0
+    found = tuple(range(first, first + count))
+    if not 1 <= first <= 65536 - count or set(found) & set(options.ports):
+        raise InvalidRequest(
+            f"{METRICS_PORT} is {text!r}; give the first of {count} port(s) beside those of calls", field=METRICS_PORT
+        )
     return found
 
 

@@ -317,10 +317,12 @@ class StateStore:
 
     async def _require_term(self, key: str) -> None:
         """Raises ``StaleTerm`` if another one has been elected."""
+        asked = self._fence
         last, sequence = await self._last_term()
         if self._fence is not None and last == Term(term=self._term, controller=self._controller):
             # It was moved, and only the answer was lost; or the store was set back, as the next write's answer says.
-            self._fence = sequence
+            # One that was moved while this was read is newer than that.
+            self._fence = sequence if self._fence == asked else self._fence
         elif sequence != self._fence:
             self._fence = None
             leads = last.term if last is not None else 0
@@ -342,6 +344,7 @@ class StateStore:
         most = self._bus.max_payload - _HEADERS
         if len(data) > most:  # the server would end the connection for it
             raise _not_storable(key, f"it has {show_bytes(len(data))}, {show_bytes(most)} fit")
+        fence = self._fence  # of this write, whatever is read meanwhile
         try:
             answer = await self._bus.jetstream.publish(_SUBJECT + key, data, timeout=_TRY_S, headers=headers)
         except nats.js.errors.APIError as error:
@@ -355,10 +358,10 @@ class StateStore:
         except nats.js.errors.NoStreamResponseError as error:  # nobody has it
             raise Unavailable(f"{key} was not written: {_text(error)}") from error
         except nats.errors.Error as error:
-            self._unanswered = self._fence
+            self._unanswered = fence
             raise Unavailable(f"{key} was not written: {_text(error)}") from error
         except asyncio.CancelledError:
-            self._unanswered = self._fence
+            self._unanswered = fence
             raise
         self._require_growth(key, answer.seq)
         return answer.seq

@@ -17,7 +17,19 @@ from sllm_runtime.platform.daemon import ready
 from sllm_runtime.platform.disk import DiskWatch, free, require_room
 from sllm_runtime.platform.lifetime import Stop, keep, reap
 from sllm_runtime.platform.listening import bound, is_nobodys
-from sllm_runtime.platform.local import CONTROLLER, NATS, UP, Layout, Options, drain_s, prepare, reached, specs
+from sllm_runtime.platform.local import (
+    CONTROLLER,
+    METRICS_PORT,
+    NATS,
+    UP,
+    Layout,
+    Options,
+    drain_s,
+    metrics_ports,
+    prepare,
+    reached,
+    specs,
+)
 from sllm_runtime.platform.nats_server import LEAST_STORE, EmbeddedNats
 from sllm_runtime.platform.owned import Tasks
 from sllm_runtime.platform.process import become_subreaper, end_orphans, start_time, tail
@@ -32,6 +44,8 @@ from sllm_runtime.protocol.quantities import show_bytes
 log = logging.getLogger(__name__)
 
 _READY_S = 30.0
+_CONNECTS_S = 1.0
+"""To one on this machine."""
 _STOP_S = 15.0
 _POOL_S = 8.0
 """What the nodes have that a controller has started, beyond which they are killed."""
@@ -66,6 +80,8 @@ class Platform:
         with Lock(self.options.data) as lock, self._lifetime.heard():
             for port in self.options.ports:  # behind the lock: of one that runs here already they are taken
                 require_port(self.options.host, port)
+            for port in metrics_ports(self.options, self._environment):
+                require_port(self.options.host, port, METRICS_PORT)
             become_subreaper()
             try:
                 await self._until_stopped(lock, on_ready)
@@ -190,9 +206,9 @@ def require_disk(options: Options) -> str:
     )
 
 
-def require_port(host: str, port: int) -> None:
-    """Raise ``Conflict`` if nothing new can listen on ``host:port``, ``InvalidRequest`` where ``host`` is another
-    machine's, or nobody's."""
+def require_port(host: str, port: int, setting: str = "--port") -> None:
+    """Raise ``Conflict`` if nothing new can listen on ``host:port``, which ``setting`` says, ``InvalidRequest`` where
+    ``host`` is another machine's, or nobody's."""
     if not host:  # which would be any of them, and none that can be asked
         raise InvalidRequest("--host is empty; leave it out, or name an address of this machine", field="host")
     try:
@@ -202,14 +218,15 @@ def require_port(host: str, port: int) -> None:
         if is_nobodys(error):
             text = f"--host {host!r} is no address of this machine; give one that it has by --host or SLLM_HOST"
             raise InvalidRequest(text, field="host") from error
-        raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port") from error
+        raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {setting}") from error
 
 
 async def answers_ready(host: str, port: int) -> bool:
     """Whether the gateway there answers ``GET /readyz`` with 200."""
     try:
-        reader, writer = await asyncio.open_connection(reached(host), port)
-    except OSError:
+        async with asyncio.timeout(_CONNECTS_S):
+            reader, writer = await asyncio.open_connection(reached(host), port)
+    except OSError:  # TimeoutError is one
         return False
     try:
         writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

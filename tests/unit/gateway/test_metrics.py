@@ -36,7 +36,7 @@ from sllm_runtime.protocol.subjects import BODIES_STREAM, GATEWAYS_SEE, KEYS_STR
 from sllm_runtime.protocol.timeline import Span
 from tests.fixtures.certificates import make_certificates
 from tests.fixtures.nats import Nats
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import GIVE_UP_S, until
 from tests.unit.gateway.peer import Run, entry, hang, manifest, world
 from tests.unit.gateway.test_function_route import echo
 from tests.unit.gateway.test_kept_calls import ASYNC
@@ -331,6 +331,8 @@ async def test_whether_a_controller_leads_and_which_nodes_report(nats: Nats, mon
 
 async def test_how_full_disks_and_streams_are(nats: Nats, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an operator can mend before anybody is refused."""
+    monkeypatch.setattr("sllm_gateway.headroom.WAIT_S", GIVE_UP_S)
+    monkeypatch.setattr("sllm_gateway.headroom.LOOK_S", 1e9)
     async with world(nats) as w:
         headroom, jetstream = w.gateway._headroom, w.gateway._bus.jetstream
         asked, stream_info = list[str](), jetstream.stream_info

@@ -210,6 +210,18 @@ def test_several_gateways_share_what_one_may_hold(tmp_path: Path, monkeypatch: p
     assert GatewaySettings.load({"SLLM_GATEWAYS": "4", "SLLM_BODIES": str(2**30)}).all_bodies() == 2**30
 
 
+def test_gateways_tell_their_metrics_at_ports_that_follow_each_other(tmp_path: Path) -> None:
+    chosen = options(tmp_path, gateways=2)
+    beside = max(chosen.ports) + 1
+    found = made(chosen, {"SLLM_METRICS_PORT": str(beside)})
+    told = [GatewaySettings.load(found[f"gateway-{name}"].env).metrics_port for name in chosen.gateway_names]
+    assert told == [beside, beside + 1]
+    assert GatewaySettings.load(made(chosen)["gateway-g1"].env).metrics_port is None
+    for wrong in (str(chosen.ports[1]), "0", "65535", "x"):
+        with pytest.raises(InvalidRequest, match="SLLM_METRICS_PORT"):
+            made(chosen, {"SLLM_METRICS_PORT": wrong})
+
+
 def test_nodes_that_stop_with_their_platform_wait_for_nobody_to_move_what_they_run(tmp_path: Path) -> None:
     """The controller has ended before them: they would be killed, and be in the middle of it."""
     spec = made(options(tmp_path / "run"), {"SLLM_NODE_DRAIN": "30"})["invoker-n1"]
@@ -254,7 +266,7 @@ def test_what_is_no_address_of_this_machine_is_no_matter_of_the_port(host: str) 
 
 
 @needs_ipv6
-@pytest.mark.parametrize("addresses", [["::1"], ["::1", "127.0.0.1"], ["192.0.2.1", "::1"]])
+@pytest.mark.parametrize("addresses", [["::1"], ["::1", "127.0.0.1"], ["::1", "192.0.2.1"]])
 def test_a_name_of_this_machine_is_one_by_whatever_addresses(
     addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

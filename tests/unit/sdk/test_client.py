@@ -935,6 +935,19 @@ def test_loops_that_share_an_asyncio_client_at_once_have_connections_of_their_ow
         asyncio.run(client.call("echo", {}))
 
 
+def test_loops_that_rest_between_their_calls_keep_their_connections() -> None:
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    with echoing() as (url, came):
+        client = AsyncClient(url, TOKEN)
+        for turn in range(3):
+            for loop in loops:
+                assert loop.run_until_complete(client.call("echo", {"turn": turn})) == {"turn": turn}
+        for loop in loops:
+            loop.run_until_complete(client.close())
+            loop.close()
+    assert came == came[:2] * 3
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody can close what a loop has left
 def test_an_asyncio_client_serves_one_loop_after_the_other(gateway: Gateway) -> None:
     """As where each request of a web application, or each task of a queue, is an ``asyncio.run``."""

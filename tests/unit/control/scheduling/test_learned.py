@@ -300,6 +300,10 @@ def test_when_weights_are_asked_for_is_told_by_what_their_path_gave_them(
     record = InstanceRecord(instance="i", function=KEY[0], version=KEY[1], node="a", state=InstanceState.STARTING)
     instance = Instance(record, what, placed=NOW, predicted=guess, gpus=(0,) if device else ())
     stages = (Span(SANDBOX, 0.0, 20.0), Span(WEIGHTS, 20.0, 1480.0), Span(SETUP, 1500.0, 100.0))
+    soon = 0.7 * read
+    cached = report(view, instance, ready(stages[0], Span(WEIGHTS, 20.0, soon * 1000 - 20.0)), NOW + soon)
+    if tier == "ssd":
+        assert not cached.learned.lead, "so soon no disk has them there"
     view = report(view, instance, ready(*stages), NOW + 1.6)
     assert view.learned.lead_s(KEY, tier) == pytest.approx(1.5 - read)
 
