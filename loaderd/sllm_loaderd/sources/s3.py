@@ -194,17 +194,18 @@ class _Access:
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import RefreshableCredentials
 
-        expires = isinstance(self._credentials, RefreshableCredentials)
-        waits = expires and self._credentials.refresh_needed(_RENEWED_AHEAD_S)
+        own, last = self._credentials, self._signed
+        expires = isinstance(own, RefreshableCredentials)
         try:
-            self._signed = keys = self._keys.get() if waits else self._frozen()
+            self._signed = keys = (
+                self._keys.get() if expires and own.refresh_needed(_RENEWED_AHEAD_S) else self._frozen()
+            )
         except Exception as error:
             others = not isinstance(error, SllmError) and self._renew()  # beside what hangs nobody else is asked
-            lapse = not expires or self._credentials.refresh_needed(_GOOD_S)
-            if self._signed is None or others or lapse:
+            if last is None or others or not expires or own.refresh_needed(_GOOD_S):
                 refused = _typed(self._uri, error)
                 raise (TryAgain(refused) if others or isinstance(refused, Unavailable) else refused) from error
-            keys = self._signed
+            keys = last
         request = AWSRequest(method, url, headers=dict(headers))
         S3SigV4Auth(keys, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
