@@ -459,7 +459,11 @@ async def test_a_chunk_that_one_source_cannot_bring_is_copied_from_the_next(
     with filling(model, tmp_path, [first, second]) as (fill, tier, node):
         await fill.run(node.pool, node.residency)
         assert copy_of(model, tier) == original(model)
-        assert sorted(second.read_chunks) == [1, 3]
+        assert {1, 3} <= set(second.read_chunks)
+        if fault == "lost":  # its path seems to be down: what follows is asked of the next one at once
+            assert 0 not in second.read_chunks
+        else:
+            assert sorted(second.read_chunks) == [1, 3]
         assert node.pool.status().used == 0
 
 
