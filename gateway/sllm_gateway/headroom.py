@@ -27,6 +27,12 @@ LOOK_S: Final = 5.0
 WAIT_S: Final = 1.0
 """What JetStream does not answer within this is left out: who asks for metrics wants all the others."""
 
+_OF_NODES: Final[tuple[tuple[str, str, Callable[[Storage], float]], ...]] = (
+    ("sllm_node_disk_free_bytes", "Free bytes of the disk that a node's models lie on", lambda said: said.disk_free),
+    ("sllm_node_ssd_used_bytes", "Bytes of a node's copies of models from elsewhere", lambda said: said.ssd_used),
+    ("sllm_node_ssd_limit_bytes", "Bytes that these may take", lambda said: said.ssd_limit),
+)
+
 
 @dataclass(frozen=True)
 class _Stream:
@@ -79,42 +85,15 @@ class Headroom(Collector):
 
     def collect(self) -> Iterable[Metric]:
         nodes, streams = self._storage(), self._streams
-        yield gauge(
-            "sllm_node_disk_free_bytes",
-            "Free bytes of the disk that a node's models lie on",
-            "node",
-            {node: each.disk_free for node, each in nodes.items()},
-        )
-        yield gauge(
-            "sllm_node_ssd_used_bytes",
-            "Bytes of a node's copies of models that come from elsewhere",
-            "node",
-            {node: each.ssd_used for node, each in nodes.items()},
-        )
-        yield gauge(
-            "sllm_node_ssd_limit_bytes",
-            "Bytes that these may take",
-            "node",
-            {node: each.ssd_limit for node, each in nodes.items()},
-        )
-        yield gauge(
-            "sllm_stream_bytes",
-            "Bytes that a stream of JetStream holds",
-            "stream",
-            {name: each.used for name, each in streams.items()},
-        )
-        yield gauge(
-            "sllm_stream_limit_bytes",
-            "Bytes that it may hold, where there is a limit",
-            "stream",
-            {name: each.limit for name, each in streams.items() if each.limit > 0},
-        )
-        yield gauge(
-            "sllm_stream_copies_behind",
-            "Its copies on other servers that are away or not up to date",
-            "stream",
-            {name: each.behind for name, each in streams.items()},
-        )
+        for name, documentation, of_node in _OF_NODES:
+            yield gauge(name, documentation, "node", {node: of_node(each) for node, each in nodes.items()})
+        bounded = {name: each.limit for name, each in streams.items() if each.limit > 0}
+        behind = {name: each.behind for name, each in streams.items()}
+        used = {name: each.used for name, each in streams.items()}
+        yield gauge("sllm_stream_bytes", "Bytes that a stream of JetStream holds", "stream", used)
+        yield gauge("sllm_stream_limit_bytes", "Bytes that it may hold, where there is a limit", "stream", bounded)
+        text = "Its copies on other servers that are away or not up to date"
+        yield gauge("sllm_stream_copies_behind", text, "stream", behind)
         yield gauge(
             "sllm_certificate_expiry_timestamp_seconds",
             "When a certificate on the way to NATS expires, in seconds since 1970",
