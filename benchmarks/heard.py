@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sllm.sse import Parser
-from sllm_gateway.pace import MOST, STRETCH
+from sllm_gateway.pace import STRETCH
 from sllm_runtime.protocol import timeline
 
 
@@ -137,7 +137,7 @@ def there(heard: Heard, windows: Sequence[Window]) -> list[Window]:
 def around(at: float, interval: float) -> Window:
     """In which the caller notices that its call went over at ``at``: what was written before may still be in reserve
     then, and the gap comes when that is used up."""
-    return Window(at - interval, at + (1 + MOST * STRETCH) * interval)
+    return Window(at - interval, at + (1 + sum(STRETCH)) * interval)
 
 
 def pauses(heard: Heard) -> list[float]:

@@ -14,14 +14,15 @@ from typing import Final
 from sllm_gateway.resumption import VALUES
 from sllm_runtime.protocol.frames import Frame
 
-MOST: Final = 3
+STRETCH: Final = (1.8, 1.5, 1.3)
+"""Usual intervals from one output to the next while the reserve is made, and while it is used: by how many wait, from
+one on. The fewer are left the longer each must last; no gap is to be seen as one, which two intervals would be."""
+MOST: Final = len(STRETCH)
 """Outputs that wait at most."""
 LATE_S: Final = 0.05
 """So late they may be by it, or one output, ..."""
 SLOW_S: Final = 0.25
 """... where that takes no longer."""
-STRETCH: Final = 1.4
-"""Usual intervals from one output to the next while the reserve is made, and while it is used."""
 STAYS: Final = 16.0
 """For so many usual intervals the reserve stays when the call has gone over."""
 EXPECTED_S: Final = 1.0
@@ -118,7 +119,7 @@ class Pace:
         self._written += count
         if count:
             self._written_at = now
-        self.due = self._written_at + self._step(now)
+        self.due = self._written_at + self._step(len(ends) - count, now)
         upto = len(waiting) if count == len(ends) else ends[count - 1] if count else 0
         released = waiting[:upto]
         del waiting[:upto]
@@ -135,8 +136,10 @@ class Pace:
     def _gives_back(self, now: float) -> bool:
         return now >= self._given_back_from
 
-    def _step(self, now: float) -> float:
-        return self.interval * (QUICKEN if self._gives_back(now) else STRETCH)
+    def _step(self, waiting: int, now: float) -> float:
+        """Seconds from the last output to the next, when so many wait."""
+        stretch = STRETCH[min(max(waiting, 1), MOST) - 1]
+        return self.interval * (QUICKEN if self._gives_back(now) else stretch)
 
     def _arrived(self, came: int, now: float) -> None:
         if came > self._came:
@@ -144,7 +147,7 @@ class Pace:
             self._came, self._last_at = came, now
 
     def _count(self, outputs: int, now: float) -> int:
-        due = now >= self._written_at + self._step(now) - EARLY_S
+        due = now >= self._written_at + self._step(outputs, now) - EARLY_S
         return max(outputs - self.most(now), min(outputs, 1) if due else 0)
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from sllm_gateway.pace import STRETCH
+
 OF_LATE: Final = 0.25
 """Share of the last gap in ``interval``."""
-QUICK: Final = 2.0
-"""A destination that would be there within so many of its source's intervals is fed a last time when that has stopped.
-Where messages are slower than tokens it draws beside its source instead, until it is ahead."""
+QUICK: Final = sum(STRETCH)
+"""A destination that would be there within so many of its source's intervals, which a reserve lasts, is fed a last time
+when that has stopped. Where messages are slower it draws beside its source instead, until it is ahead."""
 MESSAGES_S: Final = 0.004
 """The pause of one that is fed a last time beside what a round takes: that its source is to stop, and has."""
 STOP_S: Final = 0.05

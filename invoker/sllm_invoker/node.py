@@ -122,6 +122,7 @@ class Node:
             clock,
             self._tasks,
             yielded=self._reporter.changed,
+            moves=self._pool.rest,
         )
         self._namesake = Namesake(settings.node, self._boot, self._since, clock, self._failed)
         self._presence = Presence(

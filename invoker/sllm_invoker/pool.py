@@ -1,7 +1,8 @@
 """A warm pool: sandboxes of one kind that are made before anyone asks, each used once.
 
 A start never waits for the pool to be full: it takes a warm sandbox, or the next one that becomes warm. Refilling
-waits a moment after a start, so that on few cores it does not take time from the very start that emptied the pool.
+waits a moment after a start, so that on few cores it does not take time from the very start that emptied the pool; and
+while calls move, whose callers would see it (``rest``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_FORKS: Final = 4
 """Sandboxes that are being made at one time."""
+RESTS_S: Final = 5.0
+"""Who refills nothing while calls move does so for no longer since it was full."""
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 CLOSE_S: Final = 10.0
 
@@ -56,6 +59,7 @@ class WarmPool:
         self._closing: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._quiet_until = 0.0
+        self._full_at = 0.0
         self._failures = 0
         self._retry_at = 0.0
         self._closed = False
@@ -84,7 +88,10 @@ class WarmPool:
         if self._closed:
             raise Unavailable("this node is shutting down")
         loop = asyncio.get_running_loop()
-        self._quiet_until = loop.time() + self._delay
+        now = loop.time()
+        if len(self._idle) >= self._size:
+            self._full_at = now
+        self._quiet_until = now + self._delay
         while waiting := self._idle or self._old:
             sandbox = waiting.popleft()
             self._changed()
@@ -100,6 +107,12 @@ class WarmPool:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._put(waiter.result())  # it came in the moment we were cancelled
             raise
+
+    def rest(self) -> None:
+        """Calls are on their way to or from an instance here: a sandbox that nobody waits for is made a moment later,
+        within RESTS_S."""
+        until = min(asyncio.get_running_loop().time() + self._delay, self._full_at + RESTS_S)
+        self._quiet_until = max(self._quiet_until, until)
 
     def press(self, on: bool) -> None:
         """Memory is short: none waits until it is not. Who asks for a sandbox gets one."""

@@ -116,6 +116,11 @@ class WarmPools:
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
 
+    def rest(self) -> None:
+        """Calls move: none is made for nobody just now."""
+        for pool in (self._plain, *self._kinds.values()):
+            pool.rest()
+
     def press(self, on: bool) -> None:
         """Memory is short, or not any more: while it is, none waits."""
         self._pressed = on

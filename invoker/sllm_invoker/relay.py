@@ -95,14 +95,17 @@ class Relay:
         clock: Callable[[], float],
         tasks: Tasks,
         yielded: Callable[[], None] = lambda: None,
+        moves: Callable[[], None] = lambda: None,
     ) -> None:
         """``find`` an instance by its name; ``line`` leads to the gateway of that name. ``yielded`` is told when a slot
-        stays free for a gateway that was refused before, and is to hear of it."""
+        stays free for a gateway that was refused before, and is to hear of it; ``moves`` whenever something is said to
+        a call on its way to or from here."""
         self._find = find
         self._line = line
         self._clock = clock
         self._tasks = tasks
         self._yielded = yielded
+        self._moves = moves
         self._turns = Turns()
         self._calls: dict[Key, tuple[Call, Host]] = {}
         self._links: dict[str, GatewayLink] = {}
@@ -151,6 +154,8 @@ class Relay:
         if call.body.ended:
             call.body.ack(now, force=True)  # "accepted" says so
         self._calls[key] = (call, host)
+        if head.held:
+            self._moves()
         host.begin(call, parts)
         return _taken(host)
 
@@ -197,10 +202,14 @@ class Relay:
                 call.outbox.on_resend(item.index)
                 self.ready(call)
             case Feed() | Hold() | Cancel():
+                if not isinstance(item, Cancel):
+                    self._moves()
                 if call.running:
                     _pass_on(call, host, item)
 
     def _on_ack(self, call: Call, host: Host, item: Ack, now: float) -> None:
+        if item.follow:
+            self._moves()
         more = call.on_ack(item.next_index, item.limit, now)
         if call.running:
             host.credit(call)

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 _SEND_S: Final = 10.0
 GO_FIRST: Final = 1000
+NICE: Final = 10
+"""What a node says, and whose frames it passes on, does not wait for what is computed there: a worker has a tenth of
+the share of the processes that serve it, which want little, where they want the same core."""
 _END_S: Final = 5.0
 _LOOK_S: Final = 0.05
 """When nobody has asked for a worker for so long, one that has started is looked at: the first tokens of its call, and
@@ -278,6 +281,7 @@ def become_worker(
         lead_group()
         die_with_parent(signal.SIGKILL, parent)
         _go_first()
+        os.nice(NICE)
         if adopts:
             become_subreaper()
         signal.set_wakeup_fd(-1)

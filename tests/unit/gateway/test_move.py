@@ -25,7 +25,7 @@ from sllm_gateway.link import Link
 from sllm_gateway.move import BEHIND, IN_STEP, NEAR, ROUNDS, TOGETHER_S, Move, Stage
 from sllm_gateway.pace import Pace
 from sllm_gateway.resumption import Resumption
-from sllm_gateway.tempo import OVERTAKES, PATIENCE, QUIET_S, SLOWER, STOP_S
+from sllm_gateway.tempo import MESSAGES_S, OVERTAKES, PATIENCE, QUICK, QUIET_S, SLOWER, STOP_S
 from sllm_gateway.timers import TICK_S
 from sllm_gateway.under_way import Next, going, together
 from sllm_runtime.platform import trace
@@ -336,7 +336,11 @@ def test_one_that_is_slower_is_let_draw_in_the_end() -> None:
     assert pair.next() is Next.HAND
 
 
-def beside(interval: float = 0.25, takes: float = 0.75) -> Pair:
+LASTS: Final = 0.25 * QUICK - MESSAGES_S
+"""The round that a reserve of outputs of 0.25 s hides."""
+
+
+def beside(interval: float = 0.25, takes: float = 1.01 * LASTS) -> Pair:
     """The source draws a token each ``interval``, the destination has one ``takes`` after it is fed."""
     pair, now = Pair(), NOW
     pair.say(pair.drawn)
@@ -351,7 +355,7 @@ def beside(interval: float = 0.25, takes: float = 0.75) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize(("takes", "does"), [(0.25, Next.HAND), (0.495, Next.HAND), (0.497, Next.BESIDE)])
+@pytest.mark.parametrize(("takes", "does"), [(0.25, Next.HAND), (0.99 * LASTS, Next.HAND), (1.01 * LASTS, Next.BESIDE)])
 def test_where_messages_are_slow_beside_tokens_the_destination_draws_beside_its_source(
     takes: float, does: Next
 ) -> None:

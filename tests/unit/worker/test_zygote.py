@@ -31,6 +31,7 @@ from sllm_runtime.worker import isolation, rehearsal
 from sllm_runtime.worker.imports import SINGLE_THREADED, Later
 from sllm_runtime.worker.rehearsal import rehearse
 from sllm_runtime.worker.working_set import WorkingSet
+from sllm_runtime.worker.zygote import NICE
 from sllm_runtime.worker.zygote import Zygote as ForkServer
 from tests.fixtures.deployed import wait
 from tests.fixtures.waiting import GIVE_UP_S
@@ -119,6 +120,11 @@ def test_so_it_does_whatever_part_of_the_memory_the_pool_has(zygote: Zygote, wor
     pool = 0.8
     one, other = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (worker.pid, zygote.process.pid))
     assert one / 1000 >= min(1.0, other / 1000 + pool)
+
+
+def test_who_serves_it_has_the_core_before_a_worker(zygote: Zygote, worker: Worker) -> None:
+    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE)
+    assert os.getpriority(os.PRIO_PROCESS, zygote.process.pid) == os.getpriority(os.PRIO_PROCESS, os.getpid())
 
 
 def test_the_rest_is_imported_while_nobody_asks(zygote: Zygote, tmp_path: Path) -> None:

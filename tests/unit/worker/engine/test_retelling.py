@@ -95,6 +95,38 @@ def test_what_is_held_tells_what_it_was_given(options: dict[str, Any], core: Any
     assert told(finish(made)[0]) == whole[12:]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_what_rests_is_rehearsed_once_and_tells_nothing(dtype: torch.dtype) -> None:
+    """As many rows as will be drawn from, when nobody waits for a step; what is drawn later is as ever."""
+    held = [replace(request(number, PROMPT[number:], max_tokens=24), held=True) for number in range(3)]
+    alone = {each.id: ids(finish_one(ours(dtype), replace(each, held=False))) for each in held}
+    core, launched = ours(dtype), list[list[int]]()
+    launch = core.runner.launch
+
+    def counted(chunks: Any, fresh: Any) -> Any:
+        launched.append([chunk.count for chunk in chunks])
+        return launch(chunks, fresh)
+
+    core.runner.launch = counted  # type: ignore[method-assign]
+    for each in held:
+        core.add(each)
+    finish(core)
+    assert launched.pop() == [1, 1, 1]
+    count = len(launched)
+    for each in held:
+        core.feed(each.id, 0, alone[each.id][:2])
+    assert all(event.rests for events in finish(core).values() for event in events)
+    assert len(launched) == count + 1, "such a step is known"
+    for each in held:
+        core.release(each.id)
+    assert {number: alone[number][:2] + ids(events) for number, events in finish(core).items()} == alone
+
+
+def finish_one(core: OurEngine, first: Request) -> list[Event]:
+    core.add(first)
+    return finish(core)[first.id]
+
+
 def test_one_that_is_held_before_its_last_row_says_that_it_rests() -> None:
     """All that it may compute then was computed before: no step is left to say it with."""
     core = ours(prefill=len(PROMPT) - 1)

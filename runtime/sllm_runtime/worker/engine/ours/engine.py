@@ -15,6 +15,7 @@ from sllm_runtime.worker.engine.ours import room
 from sllm_runtime.worker.engine.ours.model.decoder import Decoder
 from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.pages import PAGE, ROOT, Pages, page_hash
+from sllm_runtime.worker.engine.ours.rehearsal import Rehearsal
 from sllm_runtime.worker.engine.ours.runner import LocalRunner, Runner
 from sllm_runtime.worker.engine.ours.sampler import choose_rows
 from sllm_runtime.worker.engine.ours.scheduler import Limits, Scheduler, Sequence, State
@@ -91,6 +92,7 @@ class OurEngine:
             self.max_context = room.served(self._total) * PAGE
             self.fingerprint = room.class_of(fingerprint, self.max_context)
         self.scheduler = Scheduler(Pages(self._total), limits)
+        self._rehearsal = Rehearsal(self.runner)
         self._awake = False
         self._steps: deque[Step] = deque()
         self._given: list[tuple[Sequence, TokenChoice]] = []  # to be told before what the step draws
@@ -104,7 +106,8 @@ class OurEngine:
     def busy(self) -> bool:
         """Whether ``step`` has anything to do."""
         scheduler = self.scheduler
-        return self._awake and (scheduler.busy or scheduler.tells or bool(self._complete) or bool(self._steps))
+        owes = scheduler.busy or scheduler.tells or bool(self._complete) or bool(self._steps)
+        return self._awake and (owes or self._rehearsal.due)
 
     def add(self, request: Request) -> None:
         """See ``Engine.add``."""
@@ -153,16 +156,19 @@ class OurEngine:
             if why := self.decoder.backend.broken():
                 raise devices.lost(why, error) from error
             raise
-        events += [Event(request=sequence.request.id, rests=True) for sequence in self.scheduler.rested()]
+        if rested := self.scheduler.rested():
+            self._rehearsal.plan(self.scheduler.running)
+            events += [Event(request=sequence.request.id, rests=True) for sequence in rested]
         if not self.scheduler.busy:
             self.scheduler.check()
         return events
 
     def _launch(self) -> bool:
-        """Begin a step; False if there is nothing to compute. What is to be computed later sees it as done: steps are
-        computed in order."""
+        """Begin a step; False if there is nothing to compute for anybody (then what those who rest will compute is
+        rehearsed). What is to be computed later sees it as done: steps are computed in order."""
         chunks = self.scheduler.schedule(self.runner.depth)
         if not chunks:
+            self._rehearsal.compute()
             return False
         samples = self.runner.launch(chunks, self.scheduler.pages.fresh())
         if self._head is not None:
