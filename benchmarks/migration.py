@@ -58,6 +58,8 @@ ASKS: Final = tuple(
 BESIDE: Final = tuple({**ask, "prompt": "def f(x):\n    return x\n" * 40, "max_tokens": 60} for ask in ASKS[:CALLERS])
 LEAST: Final = 100
 """Pauses below which their p99 is not judged."""
+MANY: Final = 480
+"""Windows of streams to which nothing happens: one in four ends within its window, and what is left has a p99."""
 STILL_S: Final = 1.0
 ANEW_S: Final = 2.0
 """Of the three or so that a call takes: after its begin it is struck within them."""
@@ -153,7 +155,8 @@ def _called(platform: Platform, name: str, asks: Sequence[Mapping[str, Any]], re
 def _fate(run: Run, case: str, called: Called) -> Fate:
     wanted = 100 if run.quick else 1000
     if case == "still":
-        return Fate(called, lambda: time.sleep(STILL_S), lambda count: count >= 2 * run.rounds)
+        windows = 2 * run.rounds if run.quick else MANY // CALLERS
+        return Fate(called, lambda: time.sleep(STILL_S), lambda count: count >= windows)
     if case == "beside":
         beside = _called(called.platform, case, BESIDE)
         return Fate(called, beside.right, lambda count: count >= 2 * run.rounds)
