@@ -120,6 +120,7 @@ class Load:
 
     def window_of(self, act: Callable[[], object]) -> Window:
         """``act``, once all callers hear something, and how long it took."""
+        gc.collect(0)  # what asking left: what is kept would take longer (``_uncollected``)
         self.until_all_hear()
         begin = time.monotonic()
         act()
@@ -138,8 +139,8 @@ def heard_since(heard: Heard, begin: float) -> bool:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python looks for no garbage meanwhile. All that was heard is kept, so that takes 0.1 s and more in the end: of a
-    caller's thread, which has priority over what it measures, and the others wait for it as well."""
+    """Python looks for no garbage by itself meanwhile. All that was heard is kept, so that takes 0.1 s and more in the
+    end: of a caller's thread, which has priority over what it measures, and the others wait for it as well."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -82,7 +82,7 @@ class Move:
         self.rounds = 0
         """Times it was fed."""
         self._in_step = 0
-        """Of these the last ones in which it got NEAR tokens at most."""
+        """Of these the last ones in which it got as few tokens as are near."""
         self._let = False
         self._kept = kept
         self._told = kept.counts
@@ -156,6 +156,11 @@ class Move:
         """Whether something may be done: the destination has computed what it was told, the source is in no output."""
         return self.stage is Stage.FOLLOWS and self.computed and not self.half
 
+    @property
+    def _close(self) -> int:
+        """Tokens that no further round would make fewer: the source draws as many in one."""
+        return max(NEAR, min(BEHIND, self._tempo.drawn_meanwhile))
+
     def near(self, now: float) -> bool:
         """Whether its source may stop: little is missing, or no further round would help."""
         if self._ended or self.rounds >= ROUNDS:
@@ -163,7 +168,7 @@ class Move:
         if self.overtakes:
             return self.gap <= BEHIND and self.rounds >= IN_STEP
         if self.resting:
-            return self.gap <= NEAR and self._in_step >= IN_STEP
+            return self.gap <= self._close and self._in_step >= IN_STEP
         return self.gap <= NEAR or self.impatient(now)
 
     def impatient(self, now: float) -> bool:
@@ -236,7 +241,7 @@ class Move:
     def feed(self, now: float) -> list[Feed]:
         """The next round: what it lacks, if that is ids."""
         self.rounds += 1
-        self._in_step = self._in_step + 1 if self.gap <= NEAR else 0
+        self._in_step = self._in_step + 1 if self.gap <= self._close else 0
         self._told, self._told_outputs, self._said_at = self._kept.counts, self._kept.delivered, now
         self._tempo.fed(now)
         return self.lacking()

@@ -37,6 +37,11 @@ EARLY_S: Final = 0.0005
 """Timers may be so much too early."""
 
 
+def waits(interval: float) -> int:
+    """Outputs that come so far apart (0: it is not known how far) and may wait."""
+    return max(1, min(MOST, int(LATE_S / interval))) if 0.0 < interval <= SLOW_S else 0
+
+
 class Pace:
     """When the outputs of one stream are written, since its call is expected to move."""
 
@@ -89,12 +94,9 @@ class Pace:
 
     def most(self, now: float) -> int:
         """Outputs that may wait."""
-        interval = self.interval
-        if not 0.0 < interval <= SLOW_S:
-            return 0
-        most = max(1, min(MOST, int(LATE_S / interval)))
-        if self._gives_back(now):
-            most -= int((now - self._given_back_from) / (GIVES_BACK * interval))
+        most = waits(self.interval)
+        if most and self._gives_back(now):
+            most -= int((now - self._given_back_from) / (GIVES_BACK * self.interval))
         return max(0, most)
 
     def full(self, now: float) -> bool:

@@ -5,15 +5,16 @@ Seconds, by the clock of who hears them: messages are in all of it.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
-from sllm_gateway.pace import STRETCH
+from sllm_gateway.pace import STRETCH, waits
 
 OF_LATE: Final = 0.25
 """Share of the last gap in ``interval``."""
-QUICK: Final = sum(STRETCH)
-"""A destination that would be there within so many of its source's intervals, which a reserve lasts, is fed a last time
-when that has stopped. Where messages are slower it draws beside its source instead, until it is ahead."""
+QUICK: Final = 2.0
+"""A destination that would be there within so many of its source's intervals, or as many as a reserve lasts, is fed a
+last time when that has stopped. Where messages are slower it draws beside its source instead, until it is ahead."""
 MESSAGES_S: Final = 0.004
 """The pause of one that is fed a last time beside what a round takes: that its source is to stop, and has."""
 STOP_S: Final = 0.05
@@ -64,8 +65,14 @@ class Tempo:
 
     @property
     def messages_slow(self) -> bool:
-        """Whether handing over would take more than QUICK intervals of the source."""
-        return 0.0 < QUICK * self.interval < self.round + MESSAGES_S
+        """Whether handing over would take more than QUICK intervals of the source, and than a reserve lasts."""
+        hidden = max(QUICK, sum(STRETCH[: waits(self.interval)]))
+        return 0.0 < hidden * self.interval < self.round + MESSAGES_S
+
+    @property
+    def drawn_meanwhile(self) -> int:
+        """Tokens that the source draws while the destination computes a round; 0: not known."""
+        return ceil(self.round / self.interval) if self.interval else 0
 
     @property
     def stop_s(self) -> float:

@@ -109,8 +109,10 @@ class WarmPool:
             raise
 
     def rest(self) -> None:
-        """Calls are on their way to or from an instance here: a sandbox that nobody waits for is made a moment later,
+        """Calls are on their way to or from an instance here: one more sandbox than there are is made a moment later,
         within RESTS_S."""
+        if not self.idle:
+            return
         until = min(asyncio.get_running_loop().time() + self._delay, self._full_at + RESTS_S)
         self._quiet_until = max(self._quiet_until, until)
 

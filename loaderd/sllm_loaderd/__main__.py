@@ -8,6 +8,7 @@ import sys
 from sllm_loaderd.daemon.server import run
 from sllm_loaderd.daemon.settings import read_settings
 from sllm_runtime.platform.daemon import run_daemon
+from sllm_runtime.platform.process import step_back
 from sllm_runtime.platform.telemetry import configure_logging
 from sllm_runtime.protocol.errors import InvalidRequest
 
@@ -19,6 +20,7 @@ def main() -> int:
     except InvalidRequest as error:
         sys.stderr.write(f"sllm-loaderd: {error.message}\n")
         return error.exit_code
+    step_back()
     configure_logging("loaderd", settings.node, settings)
     return run_daemon(functools.partial(run, settings), title=f"sllm-loaderd {settings.node}")
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 F_ADD_SEALS: Final = 1033
 _FAULT_DEADLINE_S: Final = 5.0
-_PREFAULT_NICE: Final = 10
+_PREFAULT_NICE: Final = 19
 QUIET_S: Final = 0.5
 """Since a load has begun, until chunks get their pages ahead. On few cores that takes time from the very start that is
 under way, as to refill a pool of warm sandboxes does: of a start from the SSD on two cores it had half."""

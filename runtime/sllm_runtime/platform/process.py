@@ -50,6 +50,17 @@ def become_subreaper() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+NICE: Final = 10
+"""Of what computes, reads and copies for functions: workers, their fork server, loaderd."""
+
+
+def step_back() -> None:
+    """This process, and all that it will start, has a tenth of the share of those that serve functions (gateways,
+    controllers, NATS, invokers), which want little, where they want the same core: what a node says and the frames that
+    it passes on do not wait for what is computed there (docs/decisions/0066). Within one control group."""
+    os.nice(NICE)
+
+
 def lead_group() -> None:
     """In a new process: a process group of its own, and no terminal. No Ctrl-C reaches it, and what it runs can type
     nothing into the terminal of who started the platform.

@@ -18,6 +18,7 @@ import sys
 from typing import Final
 
 from sllm_runtime.platform import oom_kills
+from sllm_runtime.platform.process import step_back
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
 from sllm_runtime.protocol.errors import ProtocolError
@@ -120,6 +121,7 @@ def main() -> int:
         except OSError as error:
             sys.stderr.write(f"no invoker waits at {RENDEZVOUS}: {error}\n")
             return _LOST
+        step_back()
         wire = BlockingWire(sock)
         try:
             return First(wire).serve()

@@ -32,6 +32,7 @@ from sllm_runtime.platform.process import (
     end_orphans,
     lead_group,
     set_title,
+    step_back,
 )
 from sllm_runtime.platform.wire import BlockingWire
 from sllm_runtime.protocol import codec
@@ -59,9 +60,6 @@ if TYPE_CHECKING:
 
 _SEND_S: Final = 10.0
 GO_FIRST: Final = 1000
-NICE: Final = 10
-"""What a node says, and whose frames it passes on, does not wait for what is computed there: a worker has a tenth of
-the share of the processes that serve it, which want little, where they want the same core."""
 _END_S: Final = 5.0
 _LOOK_S: Final = 0.05
 """When nobody has asked for a worker for so long, one that has started is looked at: the first tokens of its call, and
@@ -281,7 +279,6 @@ def become_worker(
         lead_group()
         die_with_parent(signal.SIGKILL, parent)
         _go_first()
-        os.nice(NICE)
         if adopts:
             become_subreaper()
         signal.set_wakeup_fd(-1)
@@ -369,6 +366,7 @@ def run(fd: int, node: str) -> int:
     """Serve the invoker behind ``fd`` until it is gone."""
     die_with_parent(signal.SIGKILL)  # whether the parent is dead already, the socket's end tells
     become_subreaper()
+    step_back()
     set_title(f"sllm-zygote {node}".strip())
     wire = BlockingWire(socket.socket(fileno=fd))
     _load_kernels()

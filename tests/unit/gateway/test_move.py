@@ -336,8 +336,25 @@ def test_one_that_is_slower_is_let_draw_in_the_end() -> None:
     assert pair.next() is Next.HAND
 
 
+def test_what_the_source_draws_in_a_round_is_near() -> None:
+    """No further round would make it less."""
+    pair, now, interval, rounds = Pair(), NOW, 0.003, 0
+    pair.answer = [(0, (at,), [b"x"]) for at in range(100)]
+    pair.say(pair.drawn)
+    while True:
+        for _ in range(4):
+            now += interval
+            pair.draw(now=now)
+        if (what := pair.next(now)) is not Next.FEED:
+            break
+        pair.move.feed(now)
+        pair.say(pair.drawn, now + 3.1 * interval)
+        rounds += 1
+    assert (what, rounds) == (Next.HAND, 1 + IN_STEP), "what a round takes is known from the first on"
+
+
 LASTS: Final = 0.25 * QUICK - MESSAGES_S
-"""The round that a reserve of outputs of 0.25 s hides."""
+"""The longest round that is quick beside outputs of 0.25 s, of which a reserve has one."""
 
 
 def beside(interval: float = 0.25, takes: float = 1.01 * LASTS) -> Pair:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sllm_gateway.pace import LATE_S, SLOW_S, STRETCH
 from sllm_gateway.tempo import MESSAGES_S, QUICK, Tempo
 
 NOW = 100.0
@@ -34,12 +35,33 @@ def test_a_round_is_timed_once() -> None:
     assert tempo.round == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("interval", "slow"), [(0.0, False), (1.0, True), (0.51, True), (0.53, False)])
-def test_messages_are_slow_beside_an_interval(interval: float, slow: bool) -> None:
-    tempo = Tempo(NOW)
-    tempo.fed(NOW)
-    tempo.computed(NOW + QUICK * 0.52 - MESSAGES_S if interval < 1.0 else NOW + QUICK)
-    if interval:
+@pytest.mark.parametrize(
+    ("interval", "lasts"),
+    [
+        (0.003, sum(STRETCH)),
+        (0.99 * LATE_S / 3, sum(STRETCH)),
+        (1.01 * LATE_S / 3, sum(STRETCH[:2])),
+        (1.01 * LATE_S / 2, QUICK),  # one output lasts less
+        (SLOW_S, QUICK),
+        (10 * SLOW_S, QUICK),
+    ],
+)
+def test_messages_are_slow_where_a_reserve_does_not_hide_them(interval: float, lasts: float) -> None:
+    for share, slow in ((0.99, False), (1.01, True)):
+        tempo = Tempo(NOW)
+        tempo.fed(NOW)
+        tempo.computed(NOW + share * lasts * interval - MESSAGES_S)
+        assert not tempo.messages_slow, "no interval is known"
+        assert tempo.drawn_meanwhile == 0
         tempo.source(1, NOW)
         tempo.source(1, NOW + interval)
-    assert tempo.messages_slow is slow
+        assert tempo.messages_slow is slow
+
+
+def test_how_many_tokens_a_round_takes() -> None:
+    tempo = Tempo(NOW)
+    tempo.fed(NOW)
+    tempo.computed(NOW + 1.0)
+    tempo.source(1, NOW)
+    tempo.source(1, NOW + 0.4)
+    assert tempo.drawn_meanwhile == 3

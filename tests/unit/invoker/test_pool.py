@@ -252,19 +252,25 @@ async def test_refilling_leaves_a_start_alone_for_a_moment() -> None:
 async def test_refilling_leaves_calls_that_move_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not for ever."""
     monkeypatch.setattr(warm_pool, "RESTS_S", 0.6)
-    async with pool_of(1, refill_delay_s=0.2) as pool:
-        await until(lambda: pool.idle == 1, what="it is full")
+    async with pool_of(2, refill_delay_s=0.2) as pool:
+        await until(lambda: pool.idle == 2, what="it is full")
         loop = asyncio.get_running_loop()
         began = loop.time()
         sandboxes = [await pool.acquire()]
-        while pool.idle == 0:
+        while pool.idle == 1:
             assert loop.time() - began < GIVE_UP_S
             pool.rest()
             await asyncio.sleep(0.02)
         assert loop.time() - began >= 0.6
+        began = loop.time()
+        for idle in (1, 0):
+            sandboxes.append(await pool.acquire())
+            assert pool.idle == idle
+        while pool.idle == 0:  # without one it is filled as ever
+            pool.rest()
+            await asyncio.sleep(0.02)
+        assert loop.time() - began < 0.6
         sandboxes.append(await pool.acquire())
-        pool.rest()
-        sandboxes.append(await pool.acquire())  # who waits for one is served
         for sandbox in sandboxes:
             await sandbox.close()
 

@@ -71,7 +71,7 @@ class Launched:
 class Plain:
     """A runner. What is at a position is the hash of all tokens up to it; a row of logits follows from that."""
 
-    layer_ranges = True
+    layer_ranges = rehearses = True
     lora = True
 
     def __init__(self, depth: int, total: int, limits: Limits) -> None:

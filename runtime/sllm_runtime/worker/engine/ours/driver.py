@@ -35,6 +35,7 @@ class Driver(ABC):
     head = None
     layer_ranges = False
     lora = False
+    rehearses = False
     tokens = False
     """Whether followers are told the ids of a step."""
 

@@ -92,7 +92,7 @@ class OurEngine:
             self.max_context = room.served(self._total) * PAGE
             self.fingerprint = room.class_of(fingerprint, self.max_context)
         self.scheduler = Scheduler(Pages(self._total), limits)
-        self._rehearsal = Rehearsal(self.runner)
+        self._rehearsal = Rehearsal(self.runner, numerics)
         self._awake = False
         self._steps: deque[Step] = deque()
         self._given: list[tuple[Sequence, TokenChoice]] = []  # to be told before what the step draws
@@ -171,6 +171,7 @@ class OurEngine:
             self._rehearsal.compute()
             return False
         samples = self.runner.launch(chunks, self.scheduler.pages.fresh())
+        self._rehearsal.computed(chunks)
         if self._head is not None:
             score(chunks, self._head)
             self._given += given(chunks, self._head)

@@ -8,29 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+from sllm_runtime.worker.engine.ours.numerics import Numerics
 from sllm_runtime.worker.engine.ours.runner import Runner
 from sllm_runtime.worker.engine.ours.scheduler import Chunk, Sequence, State
 
 
 class Rehearsal:
-    """Of one engine, whose model is in this process: elsewhere others would compute beside it (``due`` is never so)."""
+    """Of one engine whose ``runner`` can (``Runner.rehearses``); nothing is ever ``due`` for others."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, numerics: Numerics) -> None:
         self._runner = runner
+        self._numerics = numerics
         self._known: set[int] = set()
-        """Rows of steps that were rehearsed."""
+        """Rows, padding included, of steps in which nothing but the last of each request was computed."""
         self._planned: list[Sequence] = []
 
     @property
     def due(self) -> bool:
-        """Whether there is one that was not rehearsed."""
+        """Whether there is one to rehearse."""
         return bool(self._planned)
+
+    def computed(self, chunks: Many[Chunk]) -> None:
+        """A step of these was."""
+        if all(chunk.count == 1 for chunk in chunks):
+            self._known.add(self._numerics.padded(len(chunks)))
 
     def plan(self, running: Many[Sequence]) -> None:
         """Some have come to rest. Their next step computes the last row of each again, and draws from it."""
-        resting = [each for each in running if _rests(each)]
-        can = self._runner.head is not None and self._runner.depth == 1
-        self._planned = resting if can and len(resting) not in self._known else []
+        resting = [each for each in running if _rests(each)] if self._runner.rehearses else []
+        self._planned = [] if self._numerics.padded(len(resting)) in self._known else resting
 
     def compute(self) -> None:
         """That step, of those who rest still. What it writes is there already, with the same bits; what it would draw
@@ -38,10 +44,11 @@ class Rehearsal:
         planned, self._planned = [each for each in self._planned if _rests(each)], []
         head = self._runner.head
         if planned and head is not None:
-            self._known.add(len(planned))
-            self._runner.launch([Chunk(each, each.computed - 1, 1) for each in planned], ())
+            chunks = [Chunk(each, each.computed - 1, 1) for each in planned]
+            self._runner.launch(chunks, ())
             self._runner.collect()
             head(range(len(planned)))
+            self.computed(chunks)
 
 
 def _rests(sequence: Sequence) -> bool:

@@ -40,6 +40,10 @@ class Runner(Protocol):
         """Whether rows may go through adapters."""
 
     @property
+    def rehearses(self) -> bool:
+        """Whether a step is slower with a number of rows that it has not had, so that one for nobody is worth it."""
+
+    @property
     def kv(self) -> Kv | None:
         """The KV cache, where this process holds all of it and is awake."""
 
@@ -85,6 +89,7 @@ class LocalRunner:
     depth = 1
     layer_ranges = True
     lora = True
+    rehearses = True
 
     def __init__(self, decoder: Decoder, numerics: Numerics) -> None:
         self._decoder = decoder

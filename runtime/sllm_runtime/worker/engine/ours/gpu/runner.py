@@ -52,6 +52,7 @@ class DeviceRunner:
     depth = 1
     layer_ranges = False
     lora = True
+    rehearses = False
 
     def __init__(
         self, decoder: Decoder, backend: Device, numerics: Numerics, *, granted: int | None = None,
