@@ -180,7 +180,7 @@ def _large(run: Run, case: str, directory: Path) -> None:
         called = migration_large.deployed(run, case, platform, directory, gpu=gpu)
         # Of a call that ends while it moves no pause is known.
         few = run.quick and not gpu
-        enough = (lambda counts: counts.migrations >= 2) if few else (lambda counts: counts.calls >= 1.2 * LEAST)
+        enough = (lambda counts: counts.migrations >= 2) if few else (lambda counts: counts.calls >= 1.5 * LEAST)
         _case(run, case, Fate.moving(called, enough), called.right())
 
 

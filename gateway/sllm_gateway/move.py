@@ -27,6 +27,8 @@ NEAR: Final = 2
 """Tokens (or outputs) that the destination may be behind when its source is told to stop."""
 IN_STEP: Final = 2
 """Rounds of NEAR tokens at most after which it keeps up: the first steps of an instance take longer."""
+PATIENT: Final = 5
+"""Rounds after which more than NEAR will do, where the source draws more than that in a round."""
 ROUNDS: Final = 12
 """Times a destination is fed; then its source stops, however far ahead it is: it is the faster one."""
 TOGETHER_S: Final = 5.0
@@ -158,8 +160,8 @@ class Move:
 
     @property
     def _close(self) -> int:
-        """Tokens that no further round would make fewer: the source draws as many in one."""
-        return max(NEAR, min(BEHIND, self._tempo.drawn_meanwhile))
+        """Tokens that may be missing: NEAR, and when that is not to be had, as many as the source draws in a round."""
+        return NEAR if self.rounds < PATIENT else max(NEAR, min(BEHIND, self._tempo.drawn_meanwhile))
 
     def near(self, now: float) -> bool:
         """Whether its source may stop: little is missing, or no further round would help."""

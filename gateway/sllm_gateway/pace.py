@@ -14,9 +14,10 @@ from typing import Final
 from sllm_gateway.resumption import VALUES
 from sllm_runtime.protocol.frames import Frame
 
-STRETCH: Final = (1.8, 1.5, 1.3)
-"""Usual intervals from one output to the next while the reserve is made, and while it is used: by how many wait, from
-one on. The fewer are left the longer each must last; no gap is to be seen as one, which two intervals would be."""
+STRETCH: Final = (1.3, 1.5, 1.8)
+"""Usual intervals from one output to the next while the reserve is made, and while it is used: when it is full, when
+one is missing, and when two are. The fewer are left the longer each must last; none is to be as long as two intervals,
+which is seen as a pause."""
 MOST: Final = len(STRETCH)
 """Outputs that wait at most."""
 LATE_S: Final = 0.05
@@ -140,7 +141,8 @@ class Pace:
 
     def _step(self, waiting: int, now: float) -> float:
         """Seconds from the last output to the next, when so many wait."""
-        stretch = STRETCH[min(max(waiting, 1), MOST) - 1]
+        missing = max(0, self.most(now) - max(1, waiting))
+        stretch = STRETCH[min(missing, MOST - 1)]
         return self.interval * (QUICKEN if self._gives_back(now) else stretch)
 
     def _arrived(self, came: int, now: float) -> None:

@@ -31,7 +31,17 @@ class Doubt:
         self._pause_s, self._until = 0.0, -math.inf
 
     def holds(self, now: float) -> bool:
+        """Whether it is left alone."""
         return now < self._until
+
+    def left(self, now: float) -> float:
+        """Seconds for which it is left alone yet."""
+        return max(0.0, self._until - now)
+
+    @property
+    def tried(self) -> bool:
+        """Whether nothing has come by it since it failed: the first that is read by it tells."""
+        return self._pause_s > 0.0
 
     @property
     def pause_s(self) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from sllm_loaderd.doubt import Doubt
-from sllm_loaderd.reader import CACHED
+from sllm_loaderd.reader import CACHED, SourceClosed
 from sllm_loaderd.task import Order, Task, TaskState
 from sllm_runtime.protocol.errors import Forbidden, InternalError, SllmError, Unavailable
 from sllm_runtime.protocol.loader import PRIORITIES, PathStatus, is_link, unused_bandwidth
@@ -197,6 +197,11 @@ class PathQueue:
         return self._doubt.holds(self._clock())
 
     @property
+    def tried(self) -> bool:
+        """Whether it has failed, and what runs there tells whether it still does."""
+        return self._doubt.tried and bool(self.running)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits, nothing runs and no thread lives."""
         with self._changed:
@@ -261,7 +266,9 @@ class PathQueue:
                     self.running.append(task)
                     self._reading.add(task)
                     return task
-                if not self._changed.wait(timeout=_IDLE_S) and not self._heap and not self.doubted:
+                # Who has waited for the end of a doubt looks once more: there may be something to take from others.
+                rest = self._doubt.left(self._clock())
+                if not self._changed.wait(timeout=rest or _IDLE_S) and not self._heap and not rest:
                     self._threads.remove(threading.current_thread())
                     break
             return None
@@ -297,6 +304,8 @@ class PathQueue:
             return
         if error is None:
             self._doubt.served()
+        elif isinstance(error, SourceClosed):  # by this node, which says nothing of the path
+            return
         elif isinstance(error, Unavailable | Forbidden) and self._doubt.failed(self._clock()):
             log.warning("%s is asked for %g s only what nobody else has: %s", self.path, self._doubt.pause_s, error)
             self._failed(self)

@@ -133,7 +133,10 @@ class Paths:
         return queue
 
     def _steal(self, thief: PathQueue) -> Task | None:
-        """A task that waits elsewhere and that ``thief``, which is idle, would finish sooner; the last of its class."""
+        """A task that waits elsewhere and that ``thief``, which is idle, would finish sooner; the last of its class. Of
+        one that has failed a single one is tried at a time: each may take all of a reader's patience."""
+        if thief.tried:
+            return None
         for queue in self._queues.values():
             if thief.doubted and not queue.doubted:
                 continue

@@ -7,12 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from sllm_runtime.protocol.errors import InvalidCheckpoint
+from sllm_runtime.protocol.errors import InvalidCheckpoint, Unavailable
 
 DIRECT: Final = "direct"
 BUFFERED: Final = "buffered"
 CACHED: Final = "cached"
 """Copied from the page cache, which says nothing of the path."""
+
+
+class SourceClosed(Unavailable):
+    """It was closed here, while it was read or opened: nothing is wrong with the way to it. On the wire
+    ``unavailable``, as nobody else need know."""
 
 
 class ChunkSource(Protocol):

@@ -40,6 +40,10 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         return not owner.is_closed()  # one that rests goes on with its next call
 
     @staticmethod
+    def _rests(owner: asyncio.AbstractEventLoop) -> bool:
+        return not owner.is_running()
+
+    @staticmethod
     def _gate() -> asyncio.Semaphore:
         return asyncio.Semaphore(ABREAST)
 

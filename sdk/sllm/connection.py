@@ -18,6 +18,8 @@ from sllm_runtime.protocol.errors import InvalidRequest, SllmError
 Pool = TypeVar("Pool", httpx.Client, httpx.AsyncClient)
 LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 """As many connections as streams: one that waited for another's end would count as a gateway that is silent."""
+RESTING: Final = 16
+"""Event loops that do not run and whose connections are kept: nobody says that one will never run again."""
 ABREAST: Final = 100
 """Answers in one piece, of calls and of requests, that a client waits for at once: the rest of a batch waits here, not
 in the function's queue, nor for descriptors that there are not."""
@@ -83,6 +85,11 @@ class Connection(Generic[Pool]):
         """Whether one that ``_whose`` named can use its connections still."""
 
     @staticmethod
+    def _rests(owner: Any) -> bool:
+        """Whether one that lives uses none just now, and might never again."""
+        return False
+
+    @staticmethod
     @abstractmethod
     def _gate() -> Any:
         """A semaphore of ABREAST."""
@@ -99,6 +106,8 @@ class Connection(Generic[Pool]):
                 return own
             if other is not None and not self._lives(other):
                 self._made.pop(other, None)
+        for other in [other for other in self._made if other is not None and self._rests(other)][:-RESTING]:
+            self._made.pop(other, None)
         unused = self._made.pop(None, None)
         return self._made.setdefault(owner, unused or self._anew())
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urljoin
 
+from sllm_loaderd.reader import SourceClosed
 from sllm_loaderd.sources.attempts import (
     AGAIN,
     GAIN,
@@ -120,7 +121,7 @@ class Remote:
             except TryAgain as failure:
                 delay = attempts.delay(failure, progress() - before)
             if self._closed.wait(delay):
-                raise Unavailable(f"{what}: the source was closed while it was read")
+                raise SourceClosed(f"{what}: the source was closed while it was read")
 
     def exchange(
         self, method: str, url: str, headers: Mapping[str, str], what: str, body: Callable[[Connection, Head], None]
@@ -148,7 +149,7 @@ class Remote:
 
     def _cut(self, what: str, why: str, stale: bool = False) -> TryAgain:
         if self._closed.is_set():
-            raise Unavailable(f"{what}: the source was closed while it was read")
+            raise SourceClosed(f"{what}: the source was closed while it was read")
         return TryAgain(Unavailable(f"{what}: {why}; check the network and the server"), 0.0 if stale else 0.05)
 
     def refuse(self, connection: Connection, head: Head, method: str, what: str) -> SllmError | TryAgain:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from sllm_loaderd.reader import SourceClosed
 from sllm_runtime.protocol.errors import Unavailable
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Resolving(Generic[T]):
                 if asked.done():
                     return asked.result()
             if self._closed:
-                raise Unavailable(f"{self._what} are not waited for any more: the source was closed")
+                raise SourceClosed(f"{self._what} are not waited for any more: the source was closed")
         raise Unavailable(
             f"{self._what} did not come within {self._within_s:g} s; look at what gives them, which goes on, and which"
             " nobody here can end: with what it gives in the end all goes on by itself"

@@ -8,12 +8,14 @@ import math
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 from sllm_loaderd.files import gguf_parts
+from sllm_loaderd.reader import SourceClosed
 from sllm_loaderd.sources import MAX_ENTRIES, Entry
 from sllm_loaderd.sources.attempts import TryAgain
 from sllm_loaderd.sources.listing import fingerprint, wanted
@@ -98,7 +100,8 @@ class S3Source:
         if self._access is not None:  # another one has just ended
             return self._access
         try:
-            access = _Access(self.uri, self._bucket, self._prefix, self.path)
+            with _nonsense():
+                access = _Access(self.uri, self._bucket, self._prefix, self.path)
         except Exception as error:
             raise _typed(self.uri, error) from error
         with self._lock:
@@ -106,7 +109,7 @@ class S3Source:
                 self._access = access
                 return access
         access.close()
-        raise Unavailable(f"{self.uri}: the source was closed while it was opened")
+        raise SourceClosed(f"{self.uri}: the source was closed while it was opened")
 
 
 def _typed(uri: str, error: Exception) -> SllmError:
@@ -131,6 +134,16 @@ def _typed(uri: str, error: Exception) -> SllmError:
     raise error
 
 
+@contextlib.contextmanager
+def _nonsense() -> Iterator[None]:
+    """A program that is to print credentials may print anything, into which botocore looks without a check. Raises
+    ``ValueError`` for what that raises."""
+    try:
+        yield
+    except (AttributeError, TypeError, LookupError, ArithmeticError) as error:
+        raise ValueError(f"what gives the credentials says nonsense ({error!r})") from error
+
+
 class _Access:
     """What botocore resolved: client, address of the prefix, region and credentials to sign with."""
 
@@ -144,6 +157,10 @@ class _Access:
         self._credentials = session.get_credentials()
         self._signed: Any = None
         """The keys that were signed with last."""
+        self._signed_until: datetime | None = None
+        """When those expire: the credentials themselves may have got lapsed ones since."""
+        self._ask_at = -math.inf
+        """Before, what gives the credentials is not asked for others while those are good: it has just failed."""
         # The one public way to botocore's endpoint rules: region redirects, addressing style, access points.
         url = self.client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": f"{prefix}-"})
         address, _, query = url.partition("?")
@@ -174,38 +191,52 @@ class _Access:
             with contextlib.suppress(BotoCoreError, ClientError, OSError, RuntimeError, ValueError, Unavailable):
                 if (found := self._others.get()) is not None:
                     self._credentials, self._signed, self._renewed = found, None, time.monotonic()
+                    self._ask_at = -math.inf
             return time.monotonic() - self._renewed < RENEWED_S
 
     def _found_anew(self) -> Any:
         """Credentials, where there are others by now than those that there are."""
         import boto3
 
-        found = boto3.Session().get_credentials()
-        return None if found is None or found.get_frozen_credentials() == self._signed else found
+        with _nonsense():
+            found = boto3.Session().get_credentials()
+            return None if found is None or found.get_frozen_credentials() == self._signed else found
 
     def _frozen(self) -> Any:
         """Renewed by botocore where they are about to expire."""
         return self._credentials.get_frozen_credentials()
+
+    def _good(self) -> bool:
+        """Whether the keys that were signed with last are to be had without others."""
+        until = self._signed_until
+        return self._signed is not None and until is not None and (until - datetime.now(UTC)).total_seconds() > _GOOD_S
+
+    def _own(self) -> Any:
+        """The keys of now, and from now on those that were signed with last."""
+        from botocore.credentials import RefreshableCredentials
+
+        own = self._credentials
+        expire = isinstance(own, RefreshableCredentials)
+        with _nonsense():
+            keys = self._keys.get() if expire and own.refresh_needed(_RENEWED_AHEAD_S) else self._frozen()
+            self._signed, self._signed_until = keys, own._expiry_time if expire else None  # there is no public way
+        return keys
 
     def _sign(self, method: str, url: str, headers: Mapping[str, str], to: Any) -> Mapping[str, str]:
         """Signature version 4. Frozen credentials are renewed by botocore when they expire: where it gets no others (a
         role that is refused by now, a login that is over), that is as if these had been refused."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
-        from botocore.credentials import RefreshableCredentials
 
-        own, last = self._credentials, self._signed
-        expires = isinstance(own, RefreshableCredentials)
+        last, good = self._signed, self._good()
         try:
-            self._signed = keys = (
-                self._keys.get() if expires and own.refresh_needed(_RENEWED_AHEAD_S) else self._frozen()
-            )
+            keys = last if good and time.monotonic() < self._ask_at else self._own()
         except Exception as error:
             others = not isinstance(error, SllmError) and self._renew()  # beside what hangs nobody else is asked
-            if last is None or others or not expires or own.refresh_needed(_GOOD_S):
+            if others or not good:
                 refused = _typed(self._uri, error)
                 raise (TryAgain(refused) if others or isinstance(refused, Unavailable) else refused) from error
-            keys = last
+            keys, self._ask_at = last, time.monotonic() + RENEWED_S
         request = AWSRequest(method, url, headers=dict(headers))
         S3SigV4Auth(keys, "s3", self._region).add_auth(request)
         return dict(request.headers.items())

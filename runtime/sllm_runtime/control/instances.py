@@ -117,7 +117,8 @@ def _learn(view: View, instance: Instance, status: InstanceStatus) -> View:
         if there > 0.0:
             learned = learned.missed(key, guess.tier, took - max(seen.sandbox + seen.imports, there) - seen.setup)
             cached = guess.tier == "ssd" and (not bandwidth or there < (1.0 - OVER) * read)
-            if alone and not cached:  # what a page cache gives says nothing of a disk
+            if alone and not (cached and learned.lead_s(key, guess.tier) <= 0.0):
+                # What a page cache gives says nothing of a disk, but that a version is not as late as was thought.
                 learned = learned.led(key, guess.tier, there, read, own)
         elif alone:  # it has no weights, or its engine began before they were there
             learned = learned.missed(key, guess.tier, took - (seen.seconds - seen.release - seen.rest), own)

@@ -328,7 +328,7 @@ class Bus:
         if self._closing:
             return
         why, self._client.ended_by = self._client.ended_by, None
-        log.warning("NATS is gone (%s); reconnecting", text(why or self._client.last_error))
+        log.warning("NATS is gone (%s); reconnecting", "closed by it" if why is None else text(why))
         if isinstance(why, nats.errors.StaleConnectionError) and not isinstance(why, nats.errors.UnexpectedEOF):
             now = asyncio.get_running_loop().time()
             if now - self._stood_still < _AGAIN_S:

@@ -44,7 +44,8 @@ from sllm_runtime.protocol.quantities import show_bytes
 log = logging.getLogger(__name__)
 
 _READY_S = 30.0
-_CONNECTS_S = 1.0
+_NEXT_S = 0.25
+"""An address that does not answer is waited for so long before the name's next one is tried beside it."""
 """To one on this machine."""
 _STOP_S = 15.0
 _POOL_S = 8.0
@@ -129,7 +130,7 @@ class Platform:
         await supervisor.start()
         deadline = time.monotonic() + _READY_S
         for name, port in zip(self.options.gateway_names, self.options.ports, strict=True):
-            while not await answers_ready(self.options.host, port):
+            while not await answers_ready(self.options.host, port, max(_POLL_S, deadline - time.monotonic())):
                 if time.monotonic() > deadline:
                     end = tail(self.layout.log(f"gateway-{name}"))
                     raise StartFailed(f"gateway {name} does not answer /readyz on port {port}; its log ends:\n{end}")
@@ -216,24 +217,23 @@ def require_port(host: str, port: int, setting: str = "--port") -> None:
             probe.close()
     except OSError as error:
         if is_nobodys(error):
-            text = f"--host {host!r} is no address of this machine; give one that it has by --host or SLLM_HOST"
+            text = f"--host {host!r} is no address of this machine, nor is the first that it stands for as a name"
+            text += "; give one that it has by --host or SLLM_HOST"
             raise InvalidRequest(text, field="host") from error
         raise Conflict(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {setting}") from error
 
 
-async def answers_ready(host: str, port: int) -> bool:
-    """Whether the gateway there answers ``GET /readyz`` with 200."""
+async def answers_ready(host: str, port: int, within_s: float) -> bool:
+    """Whether the gateway there answers ``GET /readyz`` with 200 within that time, its name's resolution included."""
     try:
-        async with asyncio.timeout(_CONNECTS_S):
-            reader, writer = await asyncio.open_connection(reached(host), port)
+        async with asyncio.timeout(within_s):
+            reader, writer = await asyncio.open_connection(reached(host), port, happy_eyeballs_delay=_NEXT_S)
+            try:
+                writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                return b" 200 " in await reader.readline()
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
     except OSError:  # TimeoutError is one
         return False
-    try:
-        writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        return b" 200 " in await reader.readline()
-    except OSError:
-        return False
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()

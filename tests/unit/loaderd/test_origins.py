@@ -30,6 +30,7 @@ from sllm_runtime.protocol.errors import (
     Forbidden,
     InvalidCheckpoint,
     ModelNotFound,
+    SllmError,
     Unavailable,
 )
 from sllm_runtime.protocol.loader import DISK
@@ -163,8 +164,25 @@ async def test_keys_that_do_not_come_hold_no_reader_up(
             await until(comes, what="it goes on by itself")
 
 
+@pytest.mark.parametrize(
+    ("does", "error", "match"),
+    [
+        ("exit 1", Unavailable, "check endpoint and credentials"),
+        ("echo null", Forbidden, "says nonsense"),
+        (
+            """echo '{"Version": 1, "AccessKeyId": "K", "SecretAccessKey": "S", "Expiration": 5}'""",
+            Forbidden,
+            "nonsense",
+        ),
+    ],
+)
 async def test_a_program_that_gives_no_keys_is_told_as_that(
-    published: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    does: str,
+    error: type[SllmError],
+    match: str,
 ) -> None:
     """As those that there were expire; it was a bug of loaderd's that could not be tried again."""
     program = KeyProgram(tmp_path / "keys")
@@ -176,10 +194,13 @@ async def test_a_program_that_gives_no_keys_is_told_as_that(
         register(models, "s3://bucket/tiny")
         with contextlib.closing(models.open(published[1])) as model, sources(model) as (remote,):
             whole = content(remote, model)
-            program.breaks()
-            assert content(remote, model) == whole, "those that there are are good for some minutes yet"
+            program.breaks(does)
+            begun = program.begun
+            for _ in range(5):
+                assert content(remote, model) == whole, "those that there are are good for some minutes yet"
+            assert program.begun - begun <= 2, "it is not asked at each request"
             monkeypatch.setattr(s3, "_GOOD_S", 3600)
-            with pytest.raises(Unavailable, match="check endpoint and credentials"):
+            with pytest.raises(error, match=match):
                 content(remote, model)
 
 

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_loaderd import doubt
 from sllm_loaderd import paths as sllm_paths
 from sllm_loaderd.doubt import FIRST_S, LONGEST_S, Doubt
 from sllm_loaderd.files import chunk_digest
 from sllm_loaderd.path_queue import Bandwidth, PathQueue
 from sllm_loaderd.paths import Paths, sooner
 from sllm_loaderd.pool import ChunkPool
-from sllm_loaderd.reader import CACHED, ChunkSource
+from sllm_loaderd.reader import CACHED, ChunkSource, SourceClosed
 from sllm_loaderd.task import ReadChunk, Task, TaskState
 from sllm_runtime.protocol.errors import CorruptCheckpoint, InternalError, SllmError, Unavailable
 from tests.fixtures.waiting import GIVE_UP_S
@@ -283,6 +284,58 @@ def test_what_waits_for_a_path_that_fails_goes_to_another_one_and_it_is_left_alo
         assert down.began.get(timeout=WAIT) == 9
         now[0] += FIRST_S
         assert paths.doubted("peer a"), "for twice as long"
+
+
+class DownAtFirst(GatedSource):
+    """So many reads fail."""
+
+    def __init__(self, path: str, times: int) -> None:
+        super().__init__(path)
+        self.times = times
+
+    def read(self, view: memoryview, offset: int) -> str:
+        mode = super().read(view, offset)
+        self.times -= 1
+        if self.times >= 0:
+            raise Unavailable("it is down")
+        return mode
+
+
+def test_a_path_that_has_failed_is_tried_again_within_a_load(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one chunk at a time, when its doubt is over, also where nothing new is asked for."""
+    monkeypatch.setattr(doubt, "FIRST_S", 0.05)
+    peer, other = DownAtFirst("peer a", 2), bench.other
+    with contextlib.closing(Paths(lambda path: 1 if path == other.path else 3)) as paths:
+        paths.put([bench.task(number, sources=(peer, other)) for number in range(40)], 0)
+        assert other.began.get(timeout=WAIT) is not None, "it waits at its gate, and others wait for it"
+        peer.gate.set()
+        failed = [bench.ended.get(timeout=WAIT) for _ in range(2)]
+        assert [type(error) for _, error in failed] == [Unavailable, Unavailable]
+        assert bench.ended.get(timeout=WAIT)[1] is None, "it brings what waits elsewhere"
+        assert not paths.doubted("peer a")
+        other.gate.set()
+        assert all(bench.ended.get(timeout=WAIT)[1] is None for _ in range(37))
+
+
+def test_a_source_that_is_closed_here_says_nothing_of_its_path() -> None:
+    ended: queue.Queue[SllmError | None] = queue.Queue()
+
+    class Closed(Nothing):
+        @property
+        def remote(self) -> bool:
+            return True
+
+        def run(self, path: str) -> None:
+            raise SourceClosed("it was closed while it was read")
+
+    path = PathQueue("s3 b", 1)
+    try:
+        path.put([Closed(0, SIZE, ("s3 b",), lambda task, error: ended.put(error))])
+        error = ended.get(timeout=WAIT)
+        assert isinstance(error, Unavailable)
+        assert (error.code, type(error.body().to_error()), path.doubted) == ("unavailable", Unavailable, False)
+    finally:
+        path.close()
 
 
 def test_a_path_that_is_down_for_long_is_asked_seldom_and_one_that_serves_is_in_no_doubt() -> None:

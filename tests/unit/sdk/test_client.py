@@ -20,6 +20,7 @@ import pytest
 
 from sllm import AsyncClient, AsyncFunction, Client, Function, transport
 from sllm.answers import Trace
+from sllm.connection import RESTING
 from sllm.following import FOLLOW_S, Following
 from sllm.gateways import Asking, Gateways
 from sllm.profiles import Profile
@@ -946,6 +947,21 @@ def test_loops_that_rest_between_their_calls_keep_their_connections() -> None:
             loop.run_until_complete(client.close())
             loop.close()
     assert came == came[:2] * 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody can close what a loop has left
+def test_of_loops_that_run_no_more_few_keep_their_connections() -> None:
+    """Nobody closes them, and nobody says that they will not run again."""
+    loops = [asyncio.new_event_loop() for _ in range(3 * RESTING)]
+    with echoing() as (url, came):
+        client = AsyncClient(url, TOKEN)
+        for turn, loop in enumerate([*loops, loops[0]]):
+            assert loop.run_until_complete(client.call("echo", {"turn": turn})) == {"turn": turn}
+            assert len(client._made) <= RESTING + 1
+        for loop in loops:
+            loop.run_until_complete(client.close())
+            loop.close()
+    assert len({*came}) == len(came), "the first has gone by then"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody can close what a loop has left
