@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sllm_loaderd.reader import SourceClosed
 from sllm_loaderd.sources import Entry, open_source
 from sllm_loaderd.sources.attempts import GAIN, Attempts, RemoteLimits, TryAgain
 from sllm_loaderd.sources.connection import Connection, Connections, parse_head, split_url
@@ -297,7 +298,7 @@ def test_closing_a_source_ends_a_read(server: RangeServer) -> None:
     with server_asked(server):
         remote.close()
     reader.join(GIVE_UP_S)
-    assert [type(error) for error in failures] == [Unavailable]
+    assert [(type(error), error.code) for error in failures] == [(SourceClosed, Unavailable.code)]
     assert "closed" in failures[0].message
 
 
