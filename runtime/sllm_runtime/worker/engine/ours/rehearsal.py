@@ -30,8 +30,9 @@ class Rehearsal:
 
     def computed(self, chunks: Many[Chunk]) -> None:
         """A step of these was."""
-        if all(chunk.count == 1 for chunk in chunks):
-            self._known.add(self._numerics.padded(len(chunks)))
+        rows = self._numerics.padded(len(chunks))
+        if rows not in self._known and all(chunk.count == 1 for chunk in chunks):  # nearly always it is: each step asks
+            self._known.add(rows)
 
     def plan(self, running: Many[Sequence]) -> None:
         """Some have come to rest. Their next step computes the last row of each again, and draws from it."""
