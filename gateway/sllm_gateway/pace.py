@@ -43,6 +43,11 @@ def waits(interval: float) -> int:
     return max(1, min(MOST, int(LATE_S / interval))) if 0.0 < interval <= SLOW_S else 0
 
 
+def lasts(interval: float) -> float:
+    """Intervals for which a full reserve of such outputs hides that none comes."""
+    return sum(STRETCH[: waits(interval)])
+
+
 class Pace:
     """When the outputs of one stream are written, since its call is expected to move."""
 

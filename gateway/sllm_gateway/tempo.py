@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Final
 
-from sllm_gateway.pace import STRETCH, waits
+from sllm_gateway.pace import lasts
 
 OF_LATE: Final = 0.25
 """Share of the last gap in ``interval``."""
@@ -66,7 +66,7 @@ class Tempo:
     @property
     def messages_slow(self) -> bool:
         """Whether handing over would take more than QUICK intervals of the source, and than a reserve lasts."""
-        hidden = max(QUICK, sum(STRETCH[: waits(self.interval)]))
+        hidden = max(QUICK, lasts(self.interval))
         return 0.0 < hidden * self.interval < self.round + MESSAGES_S
 
     @property

@@ -995,7 +995,7 @@ async def scene(
             patch.setattr(moves, "RESERVE_S", reserve_s)
             patch.setattr(tempo, "STOP_S", stop_s)
             patch.setattr(tempo, "QUICK", quick)
-            patch.setattr(tempo, "waits", lambda _: 0)
+            patch.setattr(tempo, "lasts", lambda _: 0.0)
             yield Scene(w, concurrency)
 
 
